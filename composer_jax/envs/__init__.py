@@ -1,0 +1,1 @@
+"""Environments: tasks, the agent loop, tools, rewards; the sandbox they run in."""

@@ -1,0 +1,1 @@
+"""Task families and their admission."""

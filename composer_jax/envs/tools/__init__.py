@@ -1,0 +1,1 @@
+"""Tool-call parser and the tools themselves."""
