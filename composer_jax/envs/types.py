@@ -55,12 +55,14 @@ class Case:
     expected_repr: `repr` of the right value; it never enters a sandbox, comparison is done outside.
       A raised exception counts as the value `raises TypeName`.
     setup: statements run before `expr` in the same namespace.
+    shown: short form for the message about a failing visible case; empty means `expr`.
   """
 
   module: str
   expr: str
   expected_repr: str
   setup: str = ''
+  shown: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
