@@ -1,0 +1,82 @@
+"""Configuration of the RL stage."""
+
+import dataclasses
+from typing import Literal
+
+from composer_jax.rl.objective import ObjectiveConfig
+from composer_jax.rl.shaping import LengthPenaltyConfig
+from composer_jax.train.optimizer import OptimizerConfig
+
+
+def _default_optimizer() -> OptimizerConfig:
+  return OptimizerConfig(lr=7e-4, warmup_steps=5, decay_steps=60, final_fraction=0.2,
+                         schedule='linear', weight_decay=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RLConfig:
+  """Asynchronous group policy gradient (Composer 2 report, section 4).
+
+  The report gives no sizes, rates or coefficients; every default here is our choice.
+
+  Attributes:
+    steps: optimizer steps; 0 skips the stage.
+    groups_per_step: task prompts per step.
+    group_size: rollouts per task prompt.
+    min_group_size: a group that lost members to the infrastructure still trains with this many.
+    max_staleness: most versions that the weights may have advanced between the sampling of a token
+      and the step that trains on it; 0 is strictly on-policy and leaves no overlap.
+    max_extra_groups: how many zero-signal groups a step may replace by further tasks; the rest
+      make the step smaller. It bounds dynamic sampling when nearly all tasks are solved.
+    zero_signal: which reward decides that a group has no signal and is left out: 'correctness'
+      (the verdict alone, so that a length penalty cannot make a group informative) or 'shaped'
+      (with length penalty and behaviour rewards, without the KL part).
+    group_deadline_s: a group that is not complete after so long goes on without the missing
+      members, or is dropped.
+    optimizer: optimizer and schedule; the decay ends at `optimizer.decay_steps`.
+    objective: the policy-gradient loss.
+    length_penalty: nonlinear length penalty.
+    kl_coefficient: weight of the k1 KL to the SFT policy in the reward; 0 switches it off and
+      saves the reference policy's forward pass.
+    row_len: S, tokens per packed row; at least the sampler's longest sequence.
+    rows_per_micro_batch: R, rows of one micro-batch.
+    selection_bias_rate: step of the router's selection bias per optimizer step. 0 freezes it: with
+      replay the counted load is the sampler's, and a moving bias changes routing behind the
+      gradient's back.
+    checkpoint_every: steps between checkpoints.
+    trace_every: steps between traced rollouts; 0 writes none.
+    trace_groups: groups written whenever rollouts are traced (best and worst member each).
+    seed: of task order and of sampling.
+  """
+
+  steps: int = 60
+  groups_per_step: int = 12
+  group_size: int = 8
+  min_group_size: int = 4
+  max_staleness: int = 1
+  max_extra_groups: int = 0
+  zero_signal: Literal['correctness', 'shaped'] = 'correctness'
+  group_deadline_s: float = 120.0
+  optimizer: OptimizerConfig = dataclasses.field(default_factory=_default_optimizer)
+  objective: ObjectiveConfig = ObjectiveConfig()
+  length_penalty: LengthPenaltyConfig = LengthPenaltyConfig()
+  kl_coefficient: float = 0.002
+  row_len: int = 256
+  rows_per_micro_batch: int = 8
+  selection_bias_rate: float = 0.0
+  checkpoint_every: int = 20
+  trace_every: int = 5
+  trace_groups: int = 2
+  seed: int = 0
+
+  def __post_init__(self):
+    if self.groups_per_step < 1 or self.rows_per_micro_batch < 1 or self.checkpoint_every < 1:
+      raise ValueError('groups_per_step, rows_per_micro_batch, checkpoint_every must be positive')
+    if not 2 <= self.min_group_size <= self.group_size:
+      raise ValueError('need 2 <= min_group_size <= group_size: an advantage compares members')
+    if self.max_staleness < 0 or self.max_extra_groups < 0 or self.steps < 0:
+      raise ValueError('steps, max_staleness and max_extra_groups must not be negative')
+    if self.kl_coefficient < 0 or self.selection_bias_rate < 0:
+      raise ValueError('kl_coefficient and selection_bias_rate must not be negative')
+    if self.group_deadline_s <= 0:
+      raise ValueError('group_deadline_s must be positive')
