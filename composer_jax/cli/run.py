@@ -1,0 +1,54 @@
+"""`composer-jax run`: the stages of a config, in order, resumed where the workdir stands."""
+
+import json
+
+from absl import flags
+
+from composer_jax.cli import arguments
+
+HELP = """
+usage: composer-jax run --config=FILE[:arg] [--config.section.field=value ...] --workdir=DIR
+
+Runs the config's stages in order and writes DIR/results.json and DIR/report.html. The same command
+typed again continues what the workdir holds, or finds it done.
+"""
+
+
+def define_flags(flag_values: flags.FlagValues) -> None:
+  """Defines the verb's flags."""
+  arguments.define_workdir(flag_values)
+  arguments.define_dry_run(flag_values)
+  arguments.define_json(flag_values)
+  flags.DEFINE_list('stages', None, 'Run only these stages, separated by commas.',
+                    flag_values=flag_values)
+
+
+def main(args: arguments.Arguments) -> None:
+  """Runs the verb."""
+  args.no_words()
+  workdir, config = args.workdir(), args.config()
+  from composer_jax import api
+  results = api.run(config, str(workdir), stages=args.flags.stages, dry_run=args.flags.dry_run)
+  args.write_json(results)
+  if args.flags.dry_run:
+    print(json.dumps(results, indent=2, default=str))
+    return
+  for line in summary(results):
+    print(line)
+
+
+def summary(results: dict) -> list[str]:
+  """Returns the lines that end a run: bits per byte, pass@1 with its interval, time and memory."""
+  lines = []
+  for name, stage in results.get('stages', {}).items():
+    if isinstance(stage, dict) and 'bits_per_byte' in stage:
+      beside = '  '.join(f'{kind} {stage[f"{kind}_bits_per_byte"]:.3f}' for kind in ('gzip', 'xz')
+                         if f'{kind}_bits_per_byte' in stage)
+      lines.append(f'{name}: held-out bits per byte {stage["bits_per_byte"]:.3f}  ({beside})')
+  for name, row in results.get('eval', {}).items():
+    low, high = row['ci95']
+    lines.append(f'eval {name}: pass@1 {row["pass_at_1"]:.3f} [{low:.3f}, {high:.3f}]  '
+                 f'tasks {row["tasks"]}')
+  if 'wall_s' in results and 'peak_rss_gb' in results:
+    lines.append(f'{results["wall_s"]:.0f} s, peak {results["peak_rss_gb"]:.2f} GB')
+  return lines
