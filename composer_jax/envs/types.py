@@ -1,7 +1,7 @@
 """The nouns of an environment: task, case, limits, call, result, stop reason, trace.
 
-A *task* is data. A *harness* (`envs.harness.Episode`) runs the agent loop on it, a *sandbox* is where
-its code runs, and a *trace* says what happened. Nothing here runs code or imports jax.
+A *task* is data. A *harness* (`envs.harness.Episode`) runs the agent loop on it, a *sandbox* is
+where its code runs, and a *trace* says what happened. Nothing here runs code or imports jax.
 """
 
 import dataclasses

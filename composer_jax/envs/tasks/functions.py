@@ -1,4 +1,4 @@
-"""Templated list functions: the programs behind the L0 tasks and the clean documents for pretraining.
+"""Templated list functions: the programs of the L0 tasks and of the clean pretraining documents.
 
 A `Program` is a family and its slots. The same object is rendered as source, described in one line,
 evaluated, and mutated slot by slot, so that nothing has to be executed to know what a task expects.

@@ -57,6 +57,7 @@ def generate(config: L0Config, split: str, seed: int, index: int) -> Task:
   """Returns task number `index` of a split; equal arguments give an equal task.
 
   Args:
+    config: what a task looks like.
     split: `train` or `heldout`.
     seed: generator seed.
     index: 0, 1, 2, ...; there is no upper end.
@@ -85,8 +86,10 @@ def generate(config: L0Config, split: str, seed: int, index: int) -> Task:
 
 
 def _draw_inputs(rng: random.Random, config: L0Config, count: int) -> list[tuple[list[int], int]]:
-  """Draws distinct (list, parameter) inputs; half of the lists hold the parameter itself, without
-  which `>` and `>=` look alike."""
+  """Draws distinct (list, parameter) inputs.
+
+  Half of the lists hold the parameter itself, without which `>` and `>=` look alike.
+  """
   found: list[tuple[list[int], int]] = []
   while len(found) < count:
     p = rng.randint(2, 5)
