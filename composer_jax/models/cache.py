@@ -1,0 +1,57 @@
+"""The latent key/value cache of generation: C + R floats per token and layer."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from composer_jax.models import config as config_lib
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+  """N independent sequences (slots) of up to M tokens.
+
+  Setting a slot's `length` to 0 empties it; entries past the length are never read.
+
+  Attributes:
+    latent: normalised latent and rotated key of every layer and token, dense layers first.
+    length: tokens held by each slot.
+  """
+
+  latent: Float[Array, 'L N M C+R']
+  length: Int[Array, 'N']
+
+  def reset(self, slots: Bool[Array, 'N']) -> 'Cache':
+    """Returns the cache with the slots marked True emptied."""
+    return dataclasses.replace(self, length=jnp.where(slots, 0, self.length))
+
+
+def init_cache(config: config_lib.ModelConfig, slots: int, max_len: int) -> Cache:
+  """Returns an empty cache.
+
+  Args:
+    config: the model's shape.
+    slots: N.
+    max_len: M, tokens per slot. Tokens beyond it are not written, so whoever feeds the model keeps
+      `length + new tokens <= M`.
+  """
+  shape = (config.num_hidden_layers, slots, max_len, config.latent_dim)
+  return Cache(jnp.zeros(shape, jnp.float32), jnp.zeros((slots,), jnp.int32))
+
+
+def places(cache: Cache, valid: Bool[Array, 'N P']) -> Int[Array, 'N P']:
+  """Returns the cache entry each new token goes to; only meaningful where `valid`."""
+  return cache.length[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
+
+
+def append(cache: Cache, new: Float[Array, 'L N P C+R'], valid: Bool[Array, 'N P']) -> Cache:
+  """Returns the cache with the valid new tokens at the end of their slots."""
+  max_len = cache.latent.shape[2]
+  entry = jnp.where(valid, places(cache, valid), max_len)
+  slot = jnp.arange(valid.shape[0])[:, None]
+  latent = cache.latent.at[:, slot, entry].set(new, mode='drop', unique_indices=False)
+  length = jnp.minimum(cache.length + valid.sum(axis=1, dtype=jnp.int32), max_len)
+  return Cache(latent, length)

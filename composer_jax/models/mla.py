@@ -1,0 +1,115 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1; Kimi K2.5 shapes).
+
+Keys and values of all heads are made from one latent of width C per token, and one rotary key of width
+R is shared by the heads, so the cache holds C + R floats per token. Without a cache the latent is
+expanded to keys and values ("expanded"); with one, the up-projection is folded into the query and the
+output instead ("absorbed"), and attention runs in the latent space. Both compute the same function.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from composer_jax.models import config as config_lib
+from composer_jax.models import layers, rope
+
+_MASKED = -1e30  # exp of it is exactly 0: what is masked cannot change a bit of the result
+
+
+class Attention(nnx.Module):
+  """MLA with an optional low-rank query projection."""
+
+  def __init__(self, config: config_lib.ModelConfig, rngs: nnx.Rngs):
+    c, heads = config, config.num_attention_heads
+    self.config = c
+    query = (heads, c.qk_head_dim)
+    if c.q_lora_rank:
+      self.q_a = layers.matrix(c, rngs, (c.hidden_size, c.q_lora_rank), ('embed', None))
+      self.q_norm = layers.scale(c.q_lora_rank, None)
+      self.q_b = layers.matrix(c, rngs, (c.q_lora_rank, *query), ('embed', 'heads', None))
+    else:
+      self.q = layers.matrix(c, rngs, (c.hidden_size, *query), ('embed', 'heads', None))
+    self.kv_a = layers.matrix(c, rngs, (c.hidden_size, c.latent_dim), ('embed', None))
+    self.kv_norm = layers.scale(c.kv_lora_rank, None)
+    self.kv_b = layers.matrix(
+        c, rngs, (c.kv_lora_rank, heads, c.qk_nope_head_dim + c.v_head_dim),
+        ('embed', 'heads', None))
+    self.o = layers.matrix(c, rngs, (heads, c.v_head_dim, c.hidden_size), ('heads', None, 'embed'))
+
+  def queries(self, x: Float[Array, 'B S D'], cos: Float[Array, 'B S R2'],
+              sin: Float[Array, 'B S R2']
+              ) -> tuple[Float[Array, 'B S H P'], Float[Array, 'B S H R']]:
+    """Returns the position-free and the rotated part of every head's query, softmax-scaled."""
+    c = self.config
+    if c.q_lora_rank:
+      x = layers.rms_norm(x @ self.q_a[...], self.q_norm[...], c.rms_norm_eps)
+    weight = (self.q_b if c.q_lora_rank else self.q)[...]
+    q = (x @ weight.reshape(weight.shape[0], -1)).reshape(*x.shape[:-1], *weight.shape[1:])
+    q = q * rope.softmax_scale(c)
+    nope, rotary = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
+    return nope, rope.rotate(rotary, cos[:, :, None, :], sin[:, :, None, :])
+
+  def latents(self, x: Float[Array, 'B S D'], cos: Float[Array, 'B S R2'],
+              sin: Float[Array, 'B S R2']) -> Float[Array, 'B S C+R']:
+    """Returns what the cache keeps: the normalised latent and, after it, the rotated shared key."""
+    c = self.config
+    latent, rotary = jnp.split(x @ self.kv_a[...], [c.kv_lora_rank], axis=-1)
+    latent = layers.rms_norm(latent, self.kv_norm[...], c.rms_norm_eps)
+    return jnp.concatenate([latent, rope.rotate(rotary, cos, sin)], axis=-1)
+
+  def expanded(self, x: Float[Array, 'B S D'], cos: Float[Array, 'B S R2'],
+               sin: Float[Array, 'B S R2'], mask: Bool[Array, 'B S S']) -> Float[Array, 'B S D']:
+    """Attention with keys and values made for every head; `mask` says who may see whom."""
+    c = self.config
+    nope, rotary = self.queries(x, cos, sin)
+    latent, shared = jnp.split(self.latents(x, cos, sin), [c.kv_lora_rank], axis=-1)
+    kv = jnp.einsum('bsc,chn->bshn', latent, self.kv_b[...])
+    keys, values = jnp.split(kv, [c.qk_nope_head_dim], axis=-1)
+    shared = jnp.broadcast_to(shared[:, :, None, :], (*keys.shape[:3], shared.shape[-1]))
+    logits = jnp.einsum('bshd,bthd->bhst', jnp.concatenate([nope, rotary], axis=-1),
+                        jnp.concatenate([keys, shared], axis=-1))
+    weights = _softmax(logits, mask[:, None])
+    out = jnp.einsum('bhst,bthv->bshv', weights, values)
+    return self._project(out)
+
+  def absorbed(self, x: Float[Array, 'B S D'], cos: Float[Array, 'B S R2'],
+               sin: Float[Array, 'B S R2'], cached: Float[Array, 'B M C+R'],
+               cached_mask: Bool[Array, 'B M'], mask: Bool[Array, 'B S S']
+               ) -> tuple[Float[Array, 'B S D'], Float[Array, 'B S C+R']]:
+    """Attention over cached latents and over the new tokens themselves.
+
+    Args:
+      x: normalised residual stream of the new tokens.
+      cos: cosine table of their positions.
+      sin: sine table.
+      cached: latents of earlier tokens.
+      cached_mask: which cache entries hold a token.
+      mask: which new tokens see which.
+
+    Returns:
+      The attention output and the new tokens' latents, for the cache.
+    """
+    c = self.config
+    nope, rotary = self.queries(x, cos, sin)
+    new = self.latents(x, cos, sin)
+    key_up, value_up = jnp.split(self.kv_b[...], [c.qk_nope_head_dim], axis=-1)
+    query = jnp.concatenate([jnp.einsum('bshn,chn->bshc', nope, key_up), rotary], axis=-1)
+    logits = jnp.concatenate([
+        jnp.where(cached_mask[:, None, None, :],
+                  jnp.einsum('bshc,bmc->bhsm', query, cached), _MASKED),
+        jnp.where(mask[:, None], jnp.einsum('bshc,btc->bhst', query, new), _MASKED)], axis=-1)
+    weights = jax.nn.softmax(logits, axis=-1)
+    past, own = jnp.split(weights, [cached.shape[1]], axis=-1)
+    out = (jnp.einsum('bhsm,bmc->bshc', past, cached[..., :c.kv_lora_rank])
+           + jnp.einsum('bhst,btc->bshc', own, new[..., :c.kv_lora_rank]))
+    return self._project(jnp.einsum('bshc,chv->bshv', out, value_up)), new
+
+  def _project(self, out: Float[Array, 'B S H V']) -> Float[Array, 'B S D']:
+    weight = self.o[...]
+    return out.reshape(*out.shape[:2], -1) @ weight.reshape(-1, weight.shape[-1])
+
+
+def _softmax(logits: Float[Array, 'B H S T'], mask: Bool[Array, 'B 1 S T']
+             ) -> Float[Array, 'B H S T']:
+  return jax.nn.softmax(jnp.where(mask, logits, _MASKED), axis=-1)

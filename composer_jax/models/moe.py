@@ -1,0 +1,70 @@
+"""Mixture-of-experts feed-forward: routed experts plus a shared one (DeepSeek-V3, eq. 12)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from composer_jax.kernels.grouped_matmul import api as grouped_matmul_api
+from composer_jax.models import config as config_lib
+from composer_jax.models import layers
+from composer_jax.models import router as router_lib
+
+
+def choose_impl(config: config_lib.ModelConfig) -> str:
+  """Returns "dense" or "grouped" for the config's `moe_impl`.
+
+  "auto" takes "dense" while running all E experts costs at most 4 times the FLOPs of the K chosen
+  ones and there are at most 16: one large GEMM then beats sorting rows (our choice, measured on CPU).
+  """
+  if config.moe_impl != 'auto':
+    return config.moe_impl
+  few = config.n_routed_experts <= 16
+  return 'dense' if few and config.n_routed_experts <= 4 * config.num_experts_per_tok else 'grouped'
+
+
+class Moe(nnx.Module):
+  """`shared(x) + sum_k weight_k * expert_k(x)` with SwiGLU experts."""
+
+  def __init__(self, config: config_lib.ModelConfig, rngs: nnx.Rngs):
+    d, f, e = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+    self.config = config
+    self.router = router_lib.Router(config, rngs)
+    self.experts_gate_up = layers.matrix(config, rngs, (e, d, 2 * f), ('expert', 'embed', 'ffn'))
+    self.experts_down = layers.matrix(config, rngs, (e, f, d), ('expert', 'ffn', 'embed'))
+    if config.n_shared_experts:
+      self.shared = layers.Mlp(config, config.n_shared_experts * f, rngs)
+
+  def __call__(self, x: Float[Array, 'T D'], valid: Bool[Array, 'T'], **replay
+               ) -> tuple[Float[Array, 'T D'], router_lib.Choice]:
+    """Returns the layer's output and the routing; padding tokens get the shared expert only."""
+    choice = self.router(x, valid, **replay)
+    if choose_impl(self.config) == 'dense':
+      y = self._dense(x, choice)
+    else:
+      y = self._grouped(x, choice, valid)
+    if self.config.n_shared_experts:
+      y += self.shared(x)
+    return y, choice
+
+  def _dense(self, x, choice):
+    """Every expert on every token: two GEMMs with the gate applied to the hidden values between."""
+    e, d, f2 = self.experts_gate_up[...].shape
+    weight = jnp.swapaxes(self.experts_gate_up[...], 0, 1).reshape(d, e * f2)
+    hidden = layers.swiglu((x @ weight).reshape(-1, e, f2))
+    hidden *= choice.weights.astype(x.dtype)[:, :, None]
+    return hidden.reshape(-1, e * f2 // 2) @ self.experts_down[...].reshape(e * f2 // 2, d)
+
+  def _grouped(self, x, choice, valid):
+    """Rows sorted by expert, padding last, and one grouped GEMM each way."""
+    k, e = choice.indices.shape[-1], self.config.n_routed_experts
+    expert = jnp.where(valid[:, None], choice.indices, e).reshape(-1)
+    order = jnp.argsort(expert, stable=True)
+    rows = jnp.take(x, order // k, axis=0)
+    hidden = layers.swiglu(grouped_matmul_api.grouped_matmul(
+        rows, self.experts_gate_up[...], choice.counts))
+    out = grouped_matmul_api.grouped_matmul(hidden, self.experts_down[...], choice.counts)
+    back = jnp.argsort(order)
+    out = jnp.take(out, back, axis=0).reshape(-1, k, x.shape[-1])
+    weights = jnp.take_along_axis(choice.weights, choice.indices, axis=-1).astype(x.dtype)
+    return jnp.einsum('tkd,tk->td', out, weights, precision=jax.lax.Precision.HIGHEST)

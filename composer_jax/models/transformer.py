@@ -1,0 +1,309 @@
+"""The whole model as pure functions of a nested dict of parameters: `init`, `forward`, `head`."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from composer_jax.models import cache as cache_lib
+from composer_jax.models import config as config_lib
+from composer_jax.models import layers, mla, moe, rope
+from composer_jax.models import router as router_lib
+from composer_jax.sharding import rules
+
+Params = dict[str, Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ForwardOut:
+  """Result of `forward`.
+
+  Attributes:
+    hidden: residual stream after the final norm; `head(hidden)` gives logits.
+    router: what the routers did.
+    logits: next-token logits, None when `output="hidden"`.
+    cache: the cache with the new tokens, None without one.
+    mtp_hidden: normalised output of the MTP layer at t, about token t + 2; None when not asked for.
+    mtp_logits: its logits through the shared head, None as `logits`.
+    mtp_mask: where the MTP layer has an input, i.e. t + 1 is in the same document as t.
+  """
+
+  hidden: Float[Array, 'B S D']
+  router: router_lib.RouterOut
+  logits: Float[Array, 'B S V'] | None = None
+  cache: cache_lib.Cache | None = None
+  mtp_hidden: Float[Array, 'B S D'] | None = None
+  mtp_logits: Float[Array, 'B S V'] | None = None
+  mtp_mask: Bool[Array, 'B S'] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Context:
+  """What every layer of one forward pass shares; `cached_mask` is None without a cache."""
+
+  cos: jax.Array
+  sin: jax.Array
+  mask: jax.Array
+  valid: jax.Array
+  cached_mask: jax.Array | None = None
+
+
+class Block(nnx.Module):
+  """Pre-norm attention and feed-forward; `routed` says which kind of feed-forward."""
+
+  routed = True
+
+  def __init__(self, config: config_lib.ModelConfig, rngs: nnx.Rngs):
+    self.config = config
+    self.attention_norm = layers.scale(config.hidden_size, None)
+    self.attention = mla.Attention(config, rngs)
+    self.ffn_norm = layers.scale(config.hidden_size, None)
+    if self.routed:
+      self.moe = moe.Moe(config, rngs)
+    else:
+      self.mlp = layers.Mlp(config, config.intermediate_size, rngs)
+
+  def __call__(self, x: Float[Array, 'B S D'], context: _Context, cached=None, replay=None):
+    """Returns the new residual stream, the new latents (None without a cache) and the Choice."""
+    eps = self.config.rms_norm_eps
+    normed, new = layers.rms_norm(x, self.attention_norm[...], eps), None
+    if context.cached_mask is None:
+      x = x + self.attention.expanded(normed, context.cos, context.sin, context.mask)
+    else:
+      out, new = self.attention.absorbed(normed, context.cos, context.sin, cached,
+                                         context.cached_mask, context.mask)
+      x = x + out
+    normed = layers.rms_norm(x, self.ffn_norm[...], eps)
+    if not self.routed:
+      return x + self.mlp(normed), new, None
+    flat = normed.reshape(-1, normed.shape[-1])
+    out, choice = self.moe(flat, context.valid.reshape(-1), **(replay or {}))
+    return x + out.reshape(x.shape), new, choice
+
+
+class DenseBlock(Block):
+  """A block with a plain feed-forward."""
+
+  routed = False
+
+
+class Mtp(nnx.Module):
+  """Multi-token prediction (DeepSeek-V3, section 2.2; Composer 2 report, section 3.1).
+
+  `h'_t = W [norm(h_t); norm(embed(x_{t+1}))]`, one MoE block, a norm of its own, the shared head. Like
+  the public DeepSeek-V3 code, h_t is the stream after the final norm.
+  """
+
+  def __init__(self, config: config_lib.ModelConfig, rngs: nnx.Rngs):
+    d = config.hidden_size
+    self.config = config
+    self.hidden_norm = layers.scale(d, None)
+    self.embed_norm = layers.scale(d, None)
+    self.project = layers.matrix(config, rngs, (2 * d, d), ('embed', None))
+    self.block = Block(config, rngs)
+    self.norm = layers.scale(d, None)
+
+  def __call__(self, hidden: Float[Array, 'B S D'], following: Float[Array, 'B S D'],
+               context: _Context) -> tuple[Float[Array, 'B S D'], router_lib.Choice]:
+    eps = self.config.rms_norm_eps
+    joined = jnp.concatenate([layers.rms_norm(hidden, self.hidden_norm[...], eps),
+                              layers.rms_norm(following, self.embed_norm[...], eps)], axis=-1)
+    x, _, choice = self.block(joined @ self.project[...], context)
+    return layers.rms_norm(x, self.norm[...], eps), choice
+
+
+class _Ends(nnx.Module):
+  """What lies outside the layer stacks."""
+
+  def __init__(self, config: config_lib.ModelConfig, rngs: nnx.Rngs):
+    v, d = config.vocab_size, config.hidden_size
+    self.embed = layers.matrix(config, rngs, (v, d), ('vocab', 'embed'))
+    self.norm = layers.scale(d, None)
+    if not config.tie_word_embeddings:
+      self.head = layers.matrix(config, rngs, (d, v), ('embed', 'vocab'))
+
+
+def _stacks(config: config_lib.ModelConfig) -> dict[str, tuple[type[Block], int]]:
+  """Returns name -> (block class, layers) of the stacks that the config has, in order."""
+  stacks = {'dense_layers': (DenseBlock, config.first_k_dense_replace),
+            'moe_layers': (Block, config.num_moe_layers)}
+  return {name: entry for name, entry in stacks.items() if entry[1]}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def init(config: config_lib.ModelConfig, key: jax.Array) -> Params:
+  """Returns initial parameters, float32.
+
+  Args:
+    config: the model's shape.
+    key: a JAX random key.
+
+  Returns:
+    `embed [V, D]`, `norm [D]`, `head [D, V]` (unless tied), `dense_layers` and `moe_layers` with a
+    leading layer axis on every leaf, and `mtp` when the config has one. Under `jax.eval_shape` no
+    memory is used, whatever the size.
+  """
+  ends_key, mtp_key, *stack_keys = jax.random.split(key, 2 + len(_stacks(config)))
+  params = layers.initial(_Ends, config, ends_key)
+  for (name, (cls, count)), stack_key in zip(_stacks(config).items(), stack_keys, strict=True):
+    params[name] = jax.vmap(lambda k, cls=cls: layers.initial(cls, config, k))(
+        jax.random.split(stack_key, count))
+  if config.num_nextn_predict_layers:
+    params['mtp'] = layers.initial(Mtp, config, mtp_key)
+  return params
+
+
+def logical_axes(config: config_lib.ModelConfig) -> Params:
+  """Returns the `sharding.rules.Axes` of every parameter, a tree like that of `init`."""
+  tree = layers.axes(_Ends, config)
+  for name, (cls, _) in _stacks(config).items():
+    tree[name] = layers.axes(cls, config, lead=('layer',))
+  if config.num_nextn_predict_layers:
+    tree['mtp'] = layers.axes(Mtp, config)
+  return tree
+
+
+def head(config: config_lib.ModelConfig, params: Params, hidden: Float[Array, '... D']
+         ) -> Float[Array, '... V']:
+  """Returns logits in float32 of normalised hidden states."""
+  weight = params['embed'].T if config.tie_word_embeddings else params['head']
+  return jnp.matmul(hidden, weight, preferred_element_type=jnp.float32)
+
+
+def forward(config: config_lib.ModelConfig, params: Params, tokens: Int[Array, 'B S'], *,
+            positions: Int[Array, 'B S'] | None = None,
+            segment_ids: Int[Array, 'B S'] | None = None, cache: cache_lib.Cache | None = None,
+            routing: router_lib.Routing | None = None, output: str = 'logits', mtp: bool = False
+            ) -> ForwardOut:
+  """Runs the model, for training and, with a cache, for generation.
+
+  Args:
+    config: the model's shape.
+    params: from `init`.
+    tokens: token ids.
+    positions: rotary positions; default 0, 1, ... in each row, counted from the slot's length with a
+      cache.
+    segment_ids: packed documents 1, 2, ... of each row, 0 for padding; default all 1. Documents do
+      not see each other. With a cache a row is one document, and padding is neither written nor
+      counted in the slot's length.
+    cache: slots to append to; row n belongs to slot n. Prefill (S > 1) and decoding (S = 1) are the
+      same code.
+    routing: expert choices to replay.
+    output: "logits", or "hidden" to leave the head to the caller.
+    mtp: also run the MTP layer (not with a cache).
+
+  Returns:
+    See `ForwardOut`. Rows of padding hold finite numbers without meaning.
+
+  Raises:
+    ValueError: arguments that exclude each other or do not fit the config.
+  """
+  _check(config, tokens, cache, routing, output, mtp)
+  segment_ids = jnp.ones_like(tokens) if segment_ids is None else segment_ids
+  valid = segment_ids != 0
+  if positions is None:
+    positions = (jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if cache is None
+                 else jnp.maximum(cache_lib.places(cache, valid), 0))
+  context = _context(config, positions, segment_ids, cache)
+  x = layers.embed(params['embed'], tokens)
+  x, new, choices = _run_stacks(config, params, x, context, cache, routing)
+  hidden = layers.rms_norm(x, params['norm'], config.rms_norm_eps)
+  counts, mtp_hidden, mtp_mask = choices['counts'], None, None
+  if mtp:
+    mtp_hidden, mtp_mask, mtp_counts = _run_mtp(config, params, hidden, tokens, segment_ids, context)
+    counts = jnp.concatenate([counts, mtp_counts[None]])
+  recorded = 1 if routing is None else (
+      (routing.mask & valid).sum() * routing.indices.shape[0] * routing.indices.shape[-1])
+  router = router_lib.RouterOut(
+      choices['indices'], counts, choices['replaced'],
+      choices['replaced'].sum().astype(jnp.float32) / jnp.maximum(recorded, 1))
+  with_head = output == 'logits'
+  return ForwardOut(
+      hidden=hidden, router=router,
+      logits=head(config, params, hidden) if with_head else None,
+      cache=None if cache is None else cache_lib.append(cache, new, valid),
+      mtp_hidden=mtp_hidden, mtp_mask=mtp_mask,
+      mtp_logits=head(config, params, mtp_hidden) if with_head and mtp else None)
+
+
+def _check(config, tokens, cache, routing, output, mtp) -> None:
+  if output not in ('logits', 'hidden'):
+    raise ValueError(f'output must be "logits" or "hidden", got {output!r}')
+  if mtp and not config.num_nextn_predict_layers:
+    raise ValueError('mtp asked for, but the config has num_nextn_predict_layers 0')
+  if mtp and cache is not None:
+    raise ValueError('the MTP layer does not run with a cache')
+  if cache is not None and cache.length.shape[0] != tokens.shape[0]:
+    raise ValueError(f'{tokens.shape[0]} rows for a cache of {cache.length.shape[0]} slots')
+  if routing is None:
+    return
+  wanted = (config.num_moe_layers, *tokens.shape, config.num_experts_per_tok)
+  if routing.indices.shape != wanted:
+    raise ValueError(f'routing of shape {routing.indices.shape}, expected {wanted} '
+                     '(MoE layers only, dense ones have no record)')
+  if routing.indices.dtype.itemsize * 8 < 16 and config.n_routed_experts > 127:
+    raise ValueError(f'routing ids in {routing.indices.dtype} cannot name '
+                     f'{config.n_routed_experts} experts')
+
+
+def _context(config, positions, segment_ids, cache) -> _Context:
+  cos, sin = rope.tables(config, positions)
+  order = jnp.arange(segment_ids.shape[1])
+  mask = (order[:, None] >= order) & (segment_ids[:, :, None] == segment_ids[:, None, :])
+  cached_mask = None
+  if cache is not None:
+    cached_mask = jnp.arange(cache.latent.shape[2]) < cache.length[:, None]
+  return _Context(cos, sin, mask, segment_ids != 0, cached_mask)
+
+
+def _run_stacks(config, params, x, context, cache, routing):
+  """Scans the dense, then the MoE layers; returns the stream, new latents and stacked choices."""
+  rows, k = x.shape[0] * x.shape[1], config.num_experts_per_tok
+  first, news = 0, []
+  choices = {'indices': jnp.zeros((0, *x.shape[:2], k), jnp.int32),
+             'counts': jnp.zeros((0, config.n_routed_experts), jnp.int32),
+             'replaced': jnp.zeros((0,), jnp.int32)}
+  for name, (cls, count) in _stacks(config).items():
+    xs = {'params': params[name]}
+    if cache is not None:
+      xs['cached'] = cache.latent[first:first + count]
+    if routing is not None and cls is Block:
+      xs['recorded'] = routing.indices.reshape(count, rows, k)
+
+    def body(x, layer, cls=cls):
+      replay = None
+      if 'recorded' in layer:
+        replay = {'recorded': layer['recorded'], 'mask': routing.mask.reshape(-1),
+                  'slack': routing.slack}
+      block = layers.bind(cls, config, layer['params'])
+      x, new, choice = block(x, context, layer.get('cached'), replay)
+      kept = None if choice is None else {
+          'indices': choice.indices.reshape(*x.shape[:2], k), 'counts': choice.counts,
+          'replaced': choice.replaced}
+      return x, (new, kept)
+
+    if config.remat == 'full':
+      body = jax.checkpoint(body)
+    x, (new, kept) = jax.lax.scan(body, x, xs, unroll=min(config.scan_unroll, count))
+    choices = choices if kept is None else kept
+    news.append(new)
+    first += count
+  return x, None if cache is None else jnp.concatenate(news), choices
+
+
+def _run_mtp(config, params, hidden, tokens, segment_ids, context):
+  """Returns the MTP layer's normalised output, where it means something, and expert counts."""
+  pad = jnp.zeros_like(tokens[:, :1])
+  following = jnp.concatenate([tokens[:, 1:], pad], axis=1)
+  same = jnp.concatenate([segment_ids[:, 1:], pad], axis=1) == segment_ids
+  mask = same & context.valid
+  module = layers.bind(Mtp, config, params['mtp'])
+  out, choice = module(hidden, layers.embed(params['embed'], following),
+                       dataclasses.replace(context, valid=mask))
+  return out, mask, choice.counts

@@ -1,0 +1,1 @@
+"""Device meshes and the one table from logical axes to mesh axes."""

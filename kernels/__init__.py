@@ -1,0 +1,1 @@
+"""Accelerator kernels, one folder per op; imported as `composer_jax.kernels`."""

@@ -1,0 +1,66 @@
+"""Chooses the backend of an op: an explicit name never falls back, "auto" says once what it took."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+_logger = logging.getLogger(__name__)
+_announced: set[tuple[str, str]] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+  """One implementation of an op.
+
+  Attributes:
+    name: what `impl=` calls it.
+    functions: the plain functions that the op's `api.py` wires into its custom_vjp.
+    obstacle: returns why this backend cannot run here, or None when it can.
+    platforms: platforms for which "auto" may take it.
+  """
+
+  name: str
+  functions: Any
+  obstacle: Callable[[], str | None]
+  platforms: tuple[str, ...]
+
+
+def choose(op: str, backends: Sequence[Backend], impl: str) -> Backend:
+  """Returns the backend for `impl`, or the first usable one for this platform under "auto".
+
+  Args:
+    op: name of the op, for messages.
+    backends: candidates, best first.
+    impl: "auto" or a backend's name.
+
+  Raises:
+    ValueError: no such backend, or the named one (or, under "auto", every one) cannot run here.
+  """
+  platform = jax.default_backend()
+  if impl == 'auto':
+    refused = []
+    for backend in backends:
+      reason = (backend.obstacle() if platform in backend.platforms
+                else f'not chosen automatically on {platform}')
+      if reason is None:
+        _announce(op, backend.name, refused)
+        return backend
+      refused.append(f'{backend.name}: {reason}')
+    raise ValueError(f'{op}: no usable backend ({"; ".join(refused)})')
+  for backend in backends:
+    if backend.name == impl:
+      reason = backend.obstacle()
+      if reason is not None:
+        raise ValueError(f'{op}: impl {impl!r} cannot run here: {reason}')
+      return backend
+  raise ValueError(f'{op}: unknown impl {impl!r} (there are: '
+                   f'{", ".join(["auto"] + [b.name for b in backends])})')
+
+
+def _announce(op: str, name: str, refused: list[str]) -> None:
+  if (op, name) not in _announced:
+    _announced.add((op, name))
+    _logger.info('%s: using %s%s', op, name, f' ({"; ".join(refused)})' if refused else '')

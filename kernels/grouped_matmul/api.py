@@ -1,0 +1,67 @@
+"""`grouped_matmul`: one product per group of consecutive rows, with its gradient.
+
+Rows `[0, sizes[0])` of `x` meet `w[0]`, the next `sizes[1]` rows meet `w[1]`, and so on. Rows past the
+sum of the sizes are padding: whatever they hold (NaN included), their output and their gradient are
+zero and they add nothing to the weight gradient.
+"""
+
+import functools
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from composer_jax.kernels import dispatch
+from composer_jax.kernels.grouped_matmul import ragged_dot, reference, xla
+
+BACKENDS = (
+    dispatch.Backend('xla', xla, xla.obstacle, ('cpu',)),
+    dispatch.Backend('ragged_dot', ragged_dot, ragged_dot.obstacle, ('gpu', 'tpu')),
+    dispatch.Backend('reference', reference, reference.obstacle, ()),
+)
+
+
+def grouped_matmul(x: Float[Array, 'M K'], w: Float[Array, 'E K N'], group_sizes: Int[Array, 'E'],
+                   *, impl: str = 'auto') -> Float[Array, 'M N']:
+  """Multiplies each group of rows by its own matrix.
+
+  Args:
+    x: rows sorted by group.
+    w: one matrix per group.
+    group_sizes: rows of each group, zero allowed; their sum is at most M.
+    impl: "auto", "xla" (exact blocked loop, for CPU), "ragged_dot" (jax.lax.ragged_dot) or
+      "reference". A named one never falls back.
+
+  Returns:
+    The products, zeros in rows past the sum of the sizes.
+
+  Raises:
+    ValueError: shapes that do not fit, or a backend that cannot run here.
+  """
+  if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or group_sizes.shape != w.shape[:1]:
+    raise ValueError(f'grouped_matmul: x [M, K], w [E, K, N] and group_sizes [E] do not fit: '
+                     f'{x.shape}, {w.shape}, {group_sizes.shape}')
+  return _grouped_matmul(x, w, group_sizes, dispatch.choose('grouped_matmul', BACKENDS, impl).name)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _grouped_matmul(x, w, group_sizes, impl):
+  return _functions(impl).forward(x, w, group_sizes, transpose=False)
+
+
+def _forward(x, w, group_sizes, impl):
+  return _grouped_matmul(x, w, group_sizes, impl), (x, w, group_sizes)
+
+
+def _backward(impl, residual, dy):
+  x, w, group_sizes = residual
+  functions = _functions(impl)
+  dx = functions.forward(dy, w, group_sizes, transpose=True)
+  dw = functions.weight_gradient(x, dy, group_sizes)
+  return dx.astype(x.dtype), dw.astype(w.dtype), None
+
+
+_grouped_matmul.defvjp(_forward, _backward)
+
+
+def _functions(impl):
+  return next(b.functions for b in BACKENDS if b.name == impl)
