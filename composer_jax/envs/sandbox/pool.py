@@ -1,0 +1,103 @@
+"""A bounded set of sandboxes that are used again and again."""
+
+import itertools
+import time
+
+from composer_jax.envs.sandbox import cgroup
+from composer_jax.envs.sandbox.config import SandboxConfig
+from composer_jax.envs.sandbox.process import Sandbox
+from composer_jax.envs.sandbox.support import Launch, require
+
+
+class SandboxPool:
+  """Up to `size` sandboxes, started when first needed; a context manager.
+
+  Broken sandboxes are replaced. Not for use from several threads at once: every thread makes its
+  own pool.
+
+  Attributes:
+    size: most sandboxes alive at once.
+    started: sandboxes started so far.
+    replaced: broken sandboxes that were thrown away.
+  """
+
+  def __init__(self, size: int, config: SandboxConfig | None = None):
+    """Makes an empty pool.
+
+    Args:
+      size: most sandboxes alive at once.
+      config: limits of each; default: `SandboxConfig()`.
+
+    Raises:
+      InfrastructureError: this machine cannot run sandboxes; says why and what to install.
+    """
+    self.size, self.config = size, config or SandboxConfig()
+    self.started = self.replaced = 0
+    self._launch: Launch = require()
+    self._spec = self._launch.spec(self.config)
+    self._numbers = itertools.count()
+    self._idle: list[Sandbox] = []
+    self._used: dict[int, Sandbox] = {}
+    self._groups: list[cgroup.Group] = []
+
+  def __enter__(self) -> 'SandboxPool':
+    return self
+
+  def __exit__(self, *exc_info) -> None:
+    self.close()
+
+  @property
+  def tier(self) -> str:
+    """What protects the host, as `check_support` says."""
+    return self._launch.tier
+
+  @property
+  def available(self) -> int:
+    """How many more sandboxes may be acquired now."""
+    return self.size - len(self._used)
+
+  def acquire(self) -> Sandbox:
+    """Returns a sandbox that nobody else uses. It may still be starting: `send` anyway.
+
+    It holds whatever its last user left: send `reset`, or `run_cases` with files, first.
+
+    Raises:
+      SandboxError: a new sandbox could not be started.
+      RuntimeError: all are in use; look at `available` first.
+    """
+    if not self.available:
+      raise RuntimeError(f'all {self.size} sandboxes are in use')
+    sandbox = None
+    while self._idle and sandbox is None:
+      sandbox = self._idle.pop()
+      if sandbox.broken:
+        self._discard(sandbox)
+        sandbox = None
+    if sandbox is None:
+      sandbox = Sandbox(next(self._numbers), self._spec, self.config, self._launch.controllers)
+      self.started += 1
+    self._used[sandbox.id] = sandbox
+    return sandbox
+
+  def release(self, sandbox: Sandbox) -> None:
+    """Takes a sandbox back; one that is broken or still busy is ended, not used again."""
+    del self._used[sandbox.id]
+    if sandbox.broken or sandbox.busy:
+      self._discard(sandbox)
+    else:
+      self._idle.append(sandbox)
+
+  def _discard(self, sandbox: Sandbox) -> None:
+    sandbox.kill()
+    self.replaced += 1
+    self._groups = [g for g in [*self._groups, *sandbox.close()] if not g.remove()]
+
+  def close(self) -> None:
+    """Ends all sandboxes, also those in use, and waits until nothing is left of them."""
+    sandboxes = [*self._idle, *self._used.values()]
+    self._idle, self._used = [], {}
+    for sandbox in sandboxes:
+      sandbox.kill()
+    for sandbox in sandboxes:
+      self._groups += sandbox.close()
+    self._groups = cgroup.remove_all(self._groups, 2.0, time.sleep)
