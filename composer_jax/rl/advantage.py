@@ -1,8 +1,8 @@
 """Group-relative advantages: reward minus the mean reward of the group, and nothing else.
 
-Composer 2 report, section 4: GRPO without the division by the group's standard deviation and without
-the division by the rollout's length (Dr. GRPO, arXiv 2503.20783). When all rollouts of a group are
-equally correct, a division by the deviation would blow tiny differences of style up.
+Composer 2 report, section 4: GRPO without the division by the group's standard deviation and
+without the division by the rollout's length (Dr. GRPO, arXiv 2503.20783). When all rollouts of a
+group are equally correct, a division by the deviation would blow tiny differences of style up.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,8 @@ def group_advantages(
     Float64 advantages `[N]`.
 
   Raises:
-    ValueError: the rows of one logical rollout differ in group or reward, or a reward is not finite.
+    ValueError: the rows of one logical rollout differ in group or reward, or a reward is not
+      finite.
   """
   if not len(group_ids) == len(logical_ids) == len(rewards):
     raise ValueError('group ids, logical ids and rewards differ in length')

@@ -1,7 +1,8 @@
 """The only meeting point of rollout worker and trainer: which group may start, wait, train or go.
 
-One rule bounds the asynchrony. Groups are numbered by their ordinal in a fixed task order, each task
-is used at most once (single epoch, Composer 2 report, section 4), and a group may start only while
+One rule bounds the asynchrony. Groups are numbered by their ordinal in a fixed task order, each
+task is used at most once (single epoch, Composer 2 report, section 4), and a group may start only
+while
 
     started - dropped < min(version + 1 + max_staleness, steps) * groups_per_step
 
@@ -84,6 +85,7 @@ class GroupBuffer:
     self._dropped: dict[int, str] = {}
     self._extra_used = 0
     self._failures_in_row = 0
+    self._last_failure = ''
     self._error: BaseException | None = None
     self._closed = False
 
@@ -121,9 +123,10 @@ class GroupBuffer:
         group.results[ticket.member] = tuple(samples)
       self._close_if_complete(ticket.ordinal)
 
-  def forfeit(self, ticket: Ticket, reason: str) -> None:
-    """Records that a member ended without a verdict."""
+  def forfeit(self, ticket: Ticket, reason: str, message: str = '') -> None:
+    """Records that a member ended without a verdict; `reason` is one of a few counted names."""
     with self._changed:
+      self._last_failure = message or self._last_failure
       group = self._open.get(ticket.ordinal)
       if group is None or ticket.member in group.results:
         return
@@ -277,8 +280,10 @@ class GroupBuffer:
       raise self._error
     if self._failures_in_row >= 2 * self.limits.groups_per_step:
       reasons = collections.Counter(self._dropped.values()).most_common(3)
-      raise InfrastructureError(f'{self._failures_in_row} groups in a row ended without a verdict '
-                                f'({", ".join(f"{r}: {n}" for r, n in reasons)})')
+      counts = ', '.join(f'{reason}: {number}' for reason, number in reasons)
+      last = f'; last error: {self._last_failure}' if self._last_failure else ''
+      raise InfrastructureError(
+          f'{self._failures_in_row} groups in a row ended without a verdict ({counts}){last}')
     self._drop_stale_ready()
     need = self.limits.groups_per_step
     if len(self._ready) < need and (self._open or self._startable() is not None):

@@ -9,8 +9,7 @@ from composer_jax.train.optimizer import OptimizerConfig
 
 
 def _default_optimizer() -> OptimizerConfig:
-  return OptimizerConfig(lr=7e-4, warmup_steps=5, decay_steps=60, final_fraction=0.2,
-                         schedule='linear', weight_decay=0.0)
+  return OptimizerConfig(lr=7e-4, warmup_steps=5, final_fraction=0.2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +32,11 @@ class RLConfig:
       (with length penalty and behaviour rewards, without the KL part).
     group_deadline_s: a group that is not complete after so long goes on without the missing
       members, or is dropped.
-    optimizer: optimizer and schedule; the decay ends at `optimizer.decay_steps`.
+    optimizer: AdamW (the report trains RL with Adam); linear decay to a fifth by default.
     objective: the policy-gradient loss.
     length_penalty: nonlinear length penalty.
+    behaviour: weight of each behaviour that the harness counts (`envs.rewards.reward_parts`) in the
+      reward, e.g. `{'call_errors': -0.02}` (report, section 4.2: auxiliary rewards).
     kl_coefficient: weight of the k1 KL to the SFT policy in the reward; 0 switches it off and
       saves the reference policy's forward pass.
     row_len: S, tokens per packed row; at least the sampler's longest sequence.
@@ -46,7 +47,6 @@ class RLConfig:
     checkpoint_every: steps between checkpoints.
     trace_every: steps between traced rollouts; 0 writes none.
     trace_groups: groups written whenever rollouts are traced (best and worst member each).
-    seed: of task order and of sampling.
   """
 
   steps: int = 60
@@ -60,6 +60,7 @@ class RLConfig:
   optimizer: OptimizerConfig = dataclasses.field(default_factory=_default_optimizer)
   objective: ObjectiveConfig = ObjectiveConfig()
   length_penalty: LengthPenaltyConfig = LengthPenaltyConfig()
+  behaviour: dict[str, float] = dataclasses.field(default_factory=dict)
   kl_coefficient: float = 0.002
   row_len: int = 256
   rows_per_micro_batch: int = 8
@@ -67,7 +68,6 @@ class RLConfig:
   checkpoint_every: int = 20
   trace_every: int = 5
   trace_groups: int = 2
-  seed: int = 0
 
   def __post_init__(self):
     if self.groups_per_step < 1 or self.rows_per_micro_batch < 1 or self.checkpoint_every < 1:

@@ -1,15 +1,18 @@
 """The policy-gradient loss and what is measured along with it."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
+from composer_jax import models
 from composer_jax.batch import Batch
-from composer_jax.models import transformer
 from composer_jax.models.config import ModelConfig
+from composer_jax.train import losses
 
 # Upper edges of the log-prob gap histogram: eight bins a decade from 1e-8 to 1e2.
 GAP_EDGES = tuple(10.0 ** (-8 + i / 8) for i in range(81))
@@ -31,6 +34,7 @@ class ObjectiveConfig:
       or two versions old the uncorrected gradient belongs to the older policy, and the weight is
       exactly 1 on-policy, so on with a cap of 2 is our choice.
     temperature: sampling temperature whose full softmax the log-probs refer to.
+    head_chunk: positions whose logits are held at once, 0 for all; see `train.losses.LossConfig`.
     replay_slack: plausibility filter of router replay (report, section 6.2): a recorded expert is
       kept while its selection score is at most this far below the trainer's own K-th best. 0 is
       the trainer's own routing, very large is pure replay. Our choice.
@@ -40,24 +44,16 @@ class ObjectiveConfig:
   tokens_per_rollout: float = 32.0
   importance_cap: float = 2.0
   temperature: float = 1.0
+  head_chunk: int = 0
   replay_slack: float = 0.1
 
   def __post_init__(self):
     if self.temperature <= 0:
       raise ValueError('temperature must be positive: greedy tokens are no samples of the policy')
-    if self.tokens_per_rollout <= 0 or self.importance_cap < 0 or self.replay_slack < 0:
-      raise ValueError('tokens_per_rollout must be positive; importance_cap and replay_slack '
-                       'must not be negative')
-
-
-def token_logprobs(
-    logits: Float[Array, 'R S V'], targets: Array, temperature: float
-) -> tuple[Float[Array, 'R S'], Float[Array, 'R S']]:
-  """Returns the log-prob of each target and the entropy, of the full softmax at `temperature`."""
-  logp = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature, axis=-1)
-  chosen = jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
-  frozen = jax.lax.stop_gradient(logp)
-  return chosen, -jnp.sum(jnp.exp(frozen) * frozen, axis=-1)
+    if self.tokens_per_rollout <= 0:
+      raise ValueError('tokens_per_rollout must be positive')
+    if min(self.importance_cap, self.replay_slack, self.head_chunk) < 0:
+      raise ValueError('importance_cap, replay_slack and head_chunk must not be negative')
 
 
 def policy_loss(
@@ -91,19 +87,84 @@ def policy_loss(
   return -jnp.sum(weights * ratio * advantages * logp) / denominator, ratio
 
 
-def forward_logprobs(
+def token_scores(
     model_config: ModelConfig, params: Any, batch: Batch, config: ObjectiveConfig
-) -> tuple[Float[Array, 'R S'], Float[Array, 'R S'], Any]:
-  """Runs the model on a micro-batch `[R, S]` with the sampler's routing replayed.
+) -> tuple[dict[str, Float[Array, 'R S']], models.RouterOut]:
+  """Scores a micro-batch `[R, S]` with the recorded routing replayed.
 
   Returns:
-    Log-probs of `batch.targets`, entropies, and the router's output.
+    `logp` of `batch.targets` and `entropy`, both of the full softmax at the sampling temperature
+    and 0 where the weight is 0; and the router's output.
   """
-  routing = None
-  if batch.routing is not None:
-    routing = transformer.Routing(
-        jnp.moveaxis(batch.routing, -2, 0), batch.routing_mask, config.replay_slack)
-  out = transformer.forward(model_config, params, batch.tokens, positions=batch.positions,
-                            segment_ids=batch.segment_ids, routing=routing)
-  logp, entropy = token_logprobs(out.logits, batch.targets, config.temperature)
-  return logp, entropy, out.router
+  routing = models.Routing(jnp.moveaxis(batch.routing, -2, 0), batch.routing_mask,
+                           config.replay_slack)
+  out = models.forward(model_config, params, batch.tokens, positions=batch.positions,
+                       segment_ids=batch.segment_ids, routing=routing, output='hidden')
+
+  def score(a: dict[str, Array]) -> dict[str, Array]:
+    logits = models.head(model_config, params, a['hidden']) / config.temperature
+    nll, lse = losses.cross_entropy(logits, a['targets'], a['mask'])
+    frozen = jax.lax.stop_gradient(jnp.where(a['mask'][..., None], logits, 0.0))
+    mean = jnp.sum(jax.nn.softmax(frozen, axis=-1) * frozen, axis=-1)
+    entropy = jax.lax.stop_gradient(lse) - mean
+    return {'logp': jnp.where(a['mask'], -nll, 0.0),
+            'entropy': jnp.where(a['mask'], entropy, 0.0)}
+
+  arrays = {'hidden': out.hidden, 'targets': batch.targets, 'mask': batch.weights > 0}
+  return losses.over_chunks(score, arrays, {}, config.head_chunk), out.router
+
+
+def make_rl_loss(model_config: ModelConfig, config: ObjectiveConfig) -> losses.LossFn:
+  """Returns the RL objective for `train.step.make_train_step`.
+
+  Its metrics are sums over trained tokens (names in `_sum`, divide by `tokens`), maxima (`_max`)
+  and the histogram of |trainer - sampler log-prob|; `summarise` turns them into figures.
+  """
+  def loss_fn(params: Any, batch: Batch) -> tuple[Array, dict[str, Array]]:
+    scores, router = token_scores(model_config, params, batch, config)
+    loss, ratio = policy_loss(scores['logp'], batch.sampler_logprobs, batch.advantages,
+                              batch.weights, batch.denominator, config.importance_cap)
+    mask = batch.weights > 0
+    logp = jax.lax.stop_gradient(scores['logp'])
+    gap = jnp.where(mask, jnp.abs(logp - jnp.where(mask, batch.sampler_logprobs, 0.0)), 0.0)
+    bins = jnp.searchsorted(jnp.asarray(GAP_EDGES, jnp.float32), gap)
+    recorded = jnp.sum(batch.routing_mask & (batch.segment_ids > 0))
+    metrics = {
+        'entropy_sum': jnp.sum(scores['entropy']),
+        'ratio_sum': jnp.sum(jnp.where(mask, ratio, 0.0)),
+        'capped_sum': jnp.sum(mask & (ratio >= (config.importance_cap or jnp.inf)),
+                              dtype=jnp.float32),
+        'gap_sum': jnp.sum(gap), 'gap_max': jnp.max(gap),
+        'gap_histogram': jnp.sum(jnp.where(mask[..., None], bins[..., None] == jnp.arange(
+            len(GAP_EDGES) + 1), False), axis=(0, 1), dtype=jnp.float32),
+        'replaced_sum': jnp.sum(router.replaced, dtype=jnp.float32),
+        'recorded_sum': (recorded * router.indices.shape[0]
+                         * router.indices.shape[-1]).astype(jnp.float32),
+        'counts': router.counts}
+    return loss, metrics
+
+  return loss_fn
+
+
+def summarise(metrics: Mapping[str, Any]) -> dict[str, float]:
+  """Returns the step's figures: means over trained tokens, and the gap's p99 from its histogram.
+
+  `gap_p99` is the upper edge of the histogram bin (an eighth of a decade wide), at most `gap_max`.
+  """
+  m = {k: np.asarray(v, np.float64) for k, v in metrics.items()}
+  tokens = max(float(m['tokens']), 1.0)
+  edges = np.append(GAP_EDGES, np.inf)
+  histogram = m['gap_histogram']
+  reached = np.cumsum(histogram) >= 0.99 * max(histogram.sum(), 1.0)
+  p99 = float(edges[np.argmax(reached)]) if histogram.sum() else 0.0
+  return {
+      'loss': float(m['loss']), 'grad_norm': float(m['grad_norm']),
+      'entropy': float(m['entropy_sum']) / tokens,
+      'gap_mean': float(m['gap_sum']) / tokens, 'gap_max': float(m['gap_max']),
+      'gap_p99': min(p99, float(m['gap_max'])),
+      'importance_mean': float(m['ratio_sum']) / tokens,
+      'importance_capped_fraction': float(m['capped_sum']) / tokens,
+      'replay_override_fraction': float(m['replaced_sum']) / max(float(m['recorded_sum']), 1.0),
+      'load_max': float(m['load_max']), 'tokens_trained': int(m['tokens']),
+      'skipped': int(m['skipped']), 'bad_micro_batches': int(m['bad_micro']),
+      'updates': int(m['step'])}

@@ -127,7 +127,8 @@ class RolloutWorker:
     outcome = self._environment.outcome(member.session)
     if rollout.failure is not None:
       failure = rollout.failure
-      self._buffer.forfeit(member.ticket, f'{failure.kind} in {failure.where}: {failure.message}')
+      self._buffer.forfeit(member.ticket, 'session_error',
+                           f'{failure.kind} in {failure.where}: {failure.message}')
       return
     sample = Sample(rollout, outcome, member.group_id, member.id)
     if sample.trainable:

@@ -25,8 +25,8 @@ class Outcome:
       infrastructure or of the grader, an abort): such a rollout is left out, never counted as 0.
     stop_reason: why the rollout ended.
     label: class of the task for per-class figures (the mutation class), '' if there is none.
-    behaviour: auxiliary reward parts by name (Composer 2 report, section 4.2), already weighted.
-    edits: number of edit calls, for the metrics.
+    counts: what the harness counted by name (effort such as `calls`, behaviour such as
+      `call_errors`; see `envs.rewards.reward_parts`). Shaping weighs them, metrics average them.
     trace: JSON-able record of turns, calls and results, for the viewer.
   """
 
@@ -34,8 +34,7 @@ class Outcome:
   correct: float | None
   stop_reason: str
   label: str = ''
-  behaviour: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  edits: int = 0
+  counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
   trace: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -97,8 +96,8 @@ def validate(samples: Sequence[Sample]) -> None:
   """Checks that every token row is well formed and every logical rollout is whole.
 
   Raises:
-    ValueError: arrays of different length, a log-prob or version missing on a sampled token, versions
-      that go backwards, routing narrower than 16 bits, or segments that are not 0, 1, 2, ...
+    ValueError: arrays of different length, a log-prob or version missing on a sampled token,
+      versions that go backwards, routing that is not uint16, or segments that are not 0, 1, ...
   """
   segments: dict[str, list[int]] = {}
   for sample in samples:
