@@ -1,4 +1,4 @@
-"""Chooses the backend of an op: an explicit name never falls back, "auto" says once what it took."""
+"""Chooses an op's backend: an explicit name never falls back, "auto" says once what it took."""
 
 import dataclasses
 import logging

@@ -41,13 +41,13 @@ def combine(trainable: Params, frozen: Params) -> Params:
 def update_selection_bias(frozen: Params, counts: Num[Array, 'L E'], rate: float) -> Params:
   """Returns the biases after one optimizer step (DeepSeek-V3, section 2.1.2).
 
-  Every expert below its layer's mean load goes up by `rate`, every one above it down, and one at the
-  mean stays. Call it once per optimizer step with the counts of the whole step.
+  Every expert below its layer's mean load goes up by `rate`, every one above it down, and one at
+  the mean stays. Call it once per optimizer step with the counts of the whole step.
 
   Args:
     frozen: the frozen half of `partition`.
-    counts: tokens per expert of each MoE layer of the trunk and, when it ran, of the MTP layer as one
-      more row (`RouterOut.counts`).
+    counts: tokens per expert of each MoE layer of the trunk and, when it ran, of the MTP layer as
+      one more row (`RouterOut.counts`).
     rate: step size (DeepSeek-V3: 0.001).
 
   Raises:

@@ -1,11 +1,12 @@
 """Parameter declaration shared by all modules, RMSNorm, SwiGLU and the embedding table.
 
-Modules are Flax NNX classes that only declare parameters and wire sub-modules. `initial`, `bind` and
-`axes` are the bridge to the functional outside: parameters live in nested dicts of arrays, and a
-module exists only while a function of `models` is being traced.
+Modules are Flax NNX classes that only declare parameters and wire sub-modules. `initial`, `bind`
+and `axes` are the bridge to the functional outside: parameters live in nested dicts of arrays, and
+a module exists only while a function of `models` is being traced.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -25,16 +26,16 @@ class SelectionBias(nnx.Variable):
   """A variable that the optimizer never sees (updated by `balance.update_selection_bias`)."""
 
 
-def matrix(config: config_lib.ModelConfig, rngs: nnx.Rngs, shape: tuple[int, ...],
+def matrix(config: config_lib.ModelConfig, shape: tuple[int, ...],
            names: tuple[str | None, ...]) -> nnx.Param:
-  """Declares a normal-initialised weight with the logical names of its dimensions."""
-  value = jax.random.normal(rngs.params(), shape, jnp.float32) * config.initializer_range
-  return nnx.Param(value, axes=rules.Axes(names))
+  """Declares a normally distributed weight with the logical names of its dimensions."""
+  return nnx.Param(jnp.zeros(shape, jnp.float32), axes=rules.Axes(names),
+                   deviation=config.initializer_range)
 
 
-def scale(width: int, name: str | None) -> nnx.Param:
-  """Declares an RMSNorm scale, ones."""
-  return nnx.Param(jnp.ones((width,), jnp.float32), axes=rules.Axes((name,)))
+def scale(width: int) -> nnx.Param:
+  """Declares an RMSNorm scale, initially ones."""
+  return nnx.Param(jnp.zeros((width,), jnp.float32), axes=rules.Axes((None,)), start=1.0)
 
 
 def rms_norm(x: Float[Array, '... D'], weight: Float[Array, 'D'], eps: float
@@ -54,9 +55,9 @@ def swiglu(gate_up: Float[Array, '... F2']) -> Float[Array, '... F']:
 class Mlp(nnx.Module):
   """SwiGLU feed-forward: `down(silu(gate(x)) * up(x))`."""
 
-  def __init__(self, config: config_lib.ModelConfig, width: int, rngs: nnx.Rngs):
-    self.gate_up = matrix(config, rngs, (config.hidden_size, 2 * width), ('embed', 'ffn'))
-    self.down = matrix(config, rngs, (width, config.hidden_size), ('ffn', 'embed'))
+  def __init__(self, config: config_lib.ModelConfig, width: int):
+    self.gate_up = matrix(config, (config.hidden_size, 2 * width), ('embed', 'ffn'))
+    self.down = matrix(config, (width, config.hidden_size), ('ffn', 'embed'))
 
   def __call__(self, x: Float[Array, '... D']) -> Float[Array, '... D']:
     return swiglu(x @ self.gate_up[...]) @ self.down[...]
@@ -88,9 +89,34 @@ def _embed_small_backward(residual, gradient):
 _embed_small.defvjp(_embed_small_forward, _embed_small_backward)
 
 
-def initial(cls: type[nnx.Module], config: config_lib.ModelConfig, key: jax.Array) -> dict:
-  """Returns the initial parameters of module `cls(config, rngs)` as a nested dict of arrays."""
-  return nnx.to_pure_dict(nnx.state(cls(config, nnx.Rngs(params=key))))
+def initial(cls: type[nnx.Module], config: config_lib.ModelConfig, key: jax.Array,
+            count: int | None = None) -> dict:
+  """Returns the initial parameters of module `cls(config)` as a nested dict of arrays.
+
+  All its normal values come from one draw, because compiling one generator per array takes XLA:CPU
+  longer than everything else at start-up.
+
+  Args:
+    cls: the module's class.
+    config: the model's shape.
+    key: a JAX random key.
+    count: layers to stack on a leading axis of every array, None for no such axis.
+  """
+  _, state = _structure(cls, config)
+  variables = nnx.to_flat_state(state)
+  lead = () if count is None else (count,)
+  drawn = sum(math.prod(v.shape) for _, v in variables if hasattr(v, 'deviation'))
+  normal, offset, flat = jax.random.normal(key, (*lead, drawn), jnp.float32), 0, {}
+  for path, variable in variables:
+    shape = (*lead, *variable.shape)
+    if not hasattr(variable, 'deviation'):
+      flat[path] = jnp.full(shape, variable.start, jnp.float32)
+      continue
+    size = math.prod(variable.shape)
+    values = jax.lax.slice_in_dim(normal, offset, offset + size, axis=-1)
+    flat[path] = values.reshape(shape) * variable.deviation
+    offset += size
+  return nnx.traversals.unflatten_mapping(flat)
 
 
 def bind(cls: type[nnx.Module], config: config_lib.ModelConfig, params: dict) -> Any:
@@ -101,13 +127,13 @@ def bind(cls: type[nnx.Module], config: config_lib.ModelConfig, params: dict) ->
 
 def axes(cls: type[nnx.Module], config: config_lib.ModelConfig, lead: tuple[str | None, ...] = ()
          ) -> dict:
-  """Returns the logical axes of the parameters of `cls`, a leading stack axis included."""
+  """Returns the logical axes of the parameters of `cls`, those of a stack axis in front."""
   _, state = _structure(cls, config)
-  named = nnx.to_flat_state(state)
-  flat = {path: rules.Axes(lead + variable.axes.names) for path, variable in named}
+  flat = {path: rules.Axes(lead + variable.axes.names)
+          for path, variable in nnx.to_flat_state(state)}
   return nnx.traversals.unflatten_mapping(flat)
 
 
 @functools.cache
 def _structure(cls: type[nnx.Module], config: config_lib.ModelConfig):
-  return nnx.split(nnx.eval_shape(lambda: cls(config, nnx.Rngs(params=0))))
+  return nnx.split(nnx.eval_shape(lambda: cls(config)))

@@ -1,9 +1,10 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1; Kimi K2.5 shapes).
 
-Keys and values of all heads are made from one latent of width C per token, and one rotary key of width
-R is shared by the heads, so the cache holds C + R floats per token. Without a cache the latent is
-expanded to keys and values ("expanded"); with one, the up-projection is folded into the query and the
-output instead ("absorbed"), and attention runs in the latent space. Both compute the same function.
+Keys and values of all heads are made from one latent of width C per token, and one rotary key of
+width R is shared by the heads, so the cache holds C + R floats per token. Without a cache the
+latent is expanded to keys and values ("expanded"); with one, the up-projection is folded into the
+query and the output instead ("absorbed"), and attention runs in the latent space. Both compute the
+same function.
 """
 
 import jax
@@ -20,22 +21,22 @@ _MASKED = -1e30  # exp of it is exactly 0: what is masked cannot change a bit of
 class Attention(nnx.Module):
   """MLA with an optional low-rank query projection."""
 
-  def __init__(self, config: config_lib.ModelConfig, rngs: nnx.Rngs):
+  def __init__(self, config: config_lib.ModelConfig):
     c, heads = config, config.num_attention_heads
     self.config = c
     query = (heads, c.qk_head_dim)
     if c.q_lora_rank:
-      self.q_a = layers.matrix(c, rngs, (c.hidden_size, c.q_lora_rank), ('embed', None))
-      self.q_norm = layers.scale(c.q_lora_rank, None)
-      self.q_b = layers.matrix(c, rngs, (c.q_lora_rank, *query), ('embed', 'heads', None))
+      self.q_a = layers.matrix(c, (c.hidden_size, c.q_lora_rank), ('embed', None))
+      self.q_norm = layers.scale(c.q_lora_rank)
+      self.q_b = layers.matrix(c, (c.q_lora_rank, *query), ('embed', 'heads', None))
     else:
-      self.q = layers.matrix(c, rngs, (c.hidden_size, *query), ('embed', 'heads', None))
-    self.kv_a = layers.matrix(c, rngs, (c.hidden_size, c.latent_dim), ('embed', None))
-    self.kv_norm = layers.scale(c.kv_lora_rank, None)
+      self.q = layers.matrix(c, (c.hidden_size, *query), ('embed', 'heads', None))
+    self.kv_a = layers.matrix(c, (c.hidden_size, c.latent_dim), ('embed', None))
+    self.kv_norm = layers.scale(c.kv_lora_rank)
     self.kv_b = layers.matrix(
-        c, rngs, (c.kv_lora_rank, heads, c.qk_nope_head_dim + c.v_head_dim),
+        c, (c.kv_lora_rank, heads, c.qk_nope_head_dim + c.v_head_dim),
         ('embed', 'heads', None))
-    self.o = layers.matrix(c, rngs, (heads, c.v_head_dim, c.hidden_size), ('heads', None, 'embed'))
+    self.o = layers.matrix(c, (heads, c.v_head_dim, c.hidden_size), ('heads', None, 'embed'))
 
   def queries(self, x: Float[Array, 'B S D'], cos: Float[Array, 'B S R2'],
               sin: Float[Array, 'B S R2']

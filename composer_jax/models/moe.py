@@ -15,7 +15,8 @@ def choose_impl(config: config_lib.ModelConfig) -> str:
   """Returns "dense" or "grouped" for the config's `moe_impl`.
 
   "auto" takes "dense" while running all E experts costs at most 4 times the FLOPs of the K chosen
-  ones and there are at most 16: one large GEMM then beats sorting rows (our choice, measured on CPU).
+  ones and there are at most 16: one large GEMM then beats sorting rows (our choice, measured on
+  CPU).
   """
   if config.moe_impl != 'auto':
     return config.moe_impl
@@ -26,14 +27,14 @@ def choose_impl(config: config_lib.ModelConfig) -> str:
 class Moe(nnx.Module):
   """`shared(x) + sum_k weight_k * expert_k(x)` with SwiGLU experts."""
 
-  def __init__(self, config: config_lib.ModelConfig, rngs: nnx.Rngs):
+  def __init__(self, config: config_lib.ModelConfig):
     d, f, e = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
     self.config = config
-    self.router = router_lib.Router(config, rngs)
-    self.experts_gate_up = layers.matrix(config, rngs, (e, d, 2 * f), ('expert', 'embed', 'ffn'))
-    self.experts_down = layers.matrix(config, rngs, (e, f, d), ('expert', 'ffn', 'embed'))
+    self.router = router_lib.Router(config)
+    self.experts_gate_up = layers.matrix(config, (e, d, 2 * f), ('expert', 'embed', 'ffn'))
+    self.experts_down = layers.matrix(config, (e, f, d), ('expert', 'ffn', 'embed'))
     if config.n_shared_experts:
-      self.shared = layers.Mlp(config, config.n_shared_experts * f, rngs)
+      self.shared = layers.Mlp(config, config.n_shared_experts * f)
 
   def __call__(self, x: Float[Array, 'T D'], valid: Bool[Array, 'T'], **replay
                ) -> tuple[Float[Array, 'T D'], router_lib.Choice]:

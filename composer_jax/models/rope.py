@@ -2,8 +2,9 @@
 
 A rotary vector of width R is R/2 pairs stored next to each other, `[x0, y0, x1, y1, ...]`, and pair
 i is turned by `position * frequency[i]`. This is the layout of DeepSeek-V3 and Kimi checkpoints.
-`rotate` returns the halves layout `[x0, x1, ..., y0, y1, ...]`: queries and keys go through the same
-permutation, so their product is the one of the interleaved layout and no shuffle back is needed.
+`rotate` returns the halves layout `[x0, x1, ..., y0, y1, ...]`: queries and keys go through the
+same permutation, so their product is the one of the interleaved layout and no shuffle back is
+needed.
 """
 
 import math

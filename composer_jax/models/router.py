@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from composer_jax.models import config as config_lib
 from composer_jax.models import layers
+from composer_jax.sharding import rules
 
 # Up to this many experts a rank is counted with E comparisons per expert instead of sorting, which
 # XLA:CPU does slowly; ties go to the lower index in both.
@@ -29,8 +30,8 @@ class Routing:
     mask: where a record exists; elsewhere the router chooses for itself.
     slack: the plausibility filter. A recorded expert is kept if its selection score (sigmoid plus
       selection bias) is at least the router's own K-th best minus `slack`; the places of dropped
-      ones go to the router's best candidates. +inf replays everything, 0 is the router's own choice.
-      The report names no formula: this one is our choice.
+      ones go to the router's best candidates. +inf replays everything, 0 is the router's own
+      choice. The report names no formula: this one is our choice.
   """
 
   indices: Int[Array, 'L B S K']
@@ -60,8 +61,14 @@ class RouterOut:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """One layer's routing of T tokens: indices `[T, K]`, weights `[T, E]` (0 for experts not chosen
-  and for padding), the tokens per expert `[E]` and the dropped recorded experts `[]`."""
+  """One layer's routing of T tokens.
+
+  Attributes:
+    indices: chosen experts.
+    weights: gate weights, 0 for experts not chosen and for padding.
+    counts: tokens per expert.
+    replaced: recorded experts that were dropped.
+  """
 
   indices: Int[Array, 'T K']
   weights: Float[Array, 'T E']
@@ -72,12 +79,12 @@ class Choice:
 class Router(nnx.Module):
   """Sigmoid gate with a selection bias that decides who is chosen but not with what weight."""
 
-  def __init__(self, config: config_lib.ModelConfig, rngs: nnx.Rngs):
+  def __init__(self, config: config_lib.ModelConfig):
     self.config = config
-    self.weight = layers.matrix(config, rngs, (config.hidden_size, config.n_routed_experts),
+    self.weight = layers.matrix(config, (config.hidden_size, config.n_routed_experts),
                                 ('embed', None))
     self.selection_bias = layers.SelectionBias(
-        jnp.zeros((config.n_routed_experts,), jnp.float32), axes=layers.rules.Axes((None,)))
+        jnp.zeros((config.n_routed_experts,), jnp.float32), axes=rules.Axes((None,)), start=0.0)
 
   def __call__(self, x: Float[Array, 'T D'], valid: Bool[Array, 'T'],
                recorded: Int[Array, 'T K'] | None = None, mask: Bool[Array, 'T'] | None = None,

@@ -13,7 +13,6 @@ from composer_jax.models import cache as cache_lib
 from composer_jax.models import config as config_lib
 from composer_jax.models import layers, mla, moe, rope
 from composer_jax.models import router as router_lib
-from composer_jax.sharding import rules
 
 Params = dict[str, Any]
 
@@ -59,15 +58,15 @@ class Block(nnx.Module):
 
   routed = True
 
-  def __init__(self, config: config_lib.ModelConfig, rngs: nnx.Rngs):
+  def __init__(self, config: config_lib.ModelConfig):
     self.config = config
-    self.attention_norm = layers.scale(config.hidden_size, None)
-    self.attention = mla.Attention(config, rngs)
-    self.ffn_norm = layers.scale(config.hidden_size, None)
+    self.attention_norm = layers.scale(config.hidden_size)
+    self.attention = mla.Attention(config)
+    self.ffn_norm = layers.scale(config.hidden_size)
     if self.routed:
-      self.moe = moe.Moe(config, rngs)
+      self.moe = moe.Moe(config)
     else:
-      self.mlp = layers.Mlp(config, config.intermediate_size, rngs)
+      self.mlp = layers.Mlp(config, config.intermediate_size)
 
   def __call__(self, x: Float[Array, 'B S D'], context: _Context, cached=None, replay=None):
     """Returns the new residual stream, the new latents (None without a cache) and the Choice."""
@@ -96,18 +95,18 @@ class DenseBlock(Block):
 class Mtp(nnx.Module):
   """Multi-token prediction (DeepSeek-V3, section 2.2; Composer 2 report, section 3.1).
 
-  `h'_t = W [norm(h_t); norm(embed(x_{t+1}))]`, one MoE block, a norm of its own, the shared head. Like
-  the public DeepSeek-V3 code, h_t is the stream after the final norm.
+  `h'_t = W [norm(h_t); norm(embed(x_{t+1}))]`, one MoE block, a norm of its own, the shared head.
+  Like the public DeepSeek-V3 code, h_t is the stream after the final norm.
   """
 
-  def __init__(self, config: config_lib.ModelConfig, rngs: nnx.Rngs):
+  def __init__(self, config: config_lib.ModelConfig):
     d = config.hidden_size
     self.config = config
-    self.hidden_norm = layers.scale(d, None)
-    self.embed_norm = layers.scale(d, None)
-    self.project = layers.matrix(config, rngs, (2 * d, d), ('embed', None))
-    self.block = Block(config, rngs)
-    self.norm = layers.scale(d, None)
+    self.hidden_norm = layers.scale(d)
+    self.embed_norm = layers.scale(d)
+    self.project = layers.matrix(config, (2 * d, d), ('embed', None))
+    self.block = Block(config)
+    self.norm = layers.scale(d)
 
   def __call__(self, hidden: Float[Array, 'B S D'], following: Float[Array, 'B S D'],
                context: _Context) -> tuple[Float[Array, 'B S D'], router_lib.Choice]:
@@ -121,12 +120,12 @@ class Mtp(nnx.Module):
 class _Ends(nnx.Module):
   """What lies outside the layer stacks."""
 
-  def __init__(self, config: config_lib.ModelConfig, rngs: nnx.Rngs):
+  def __init__(self, config: config_lib.ModelConfig):
     v, d = config.vocab_size, config.hidden_size
-    self.embed = layers.matrix(config, rngs, (v, d), ('vocab', 'embed'))
-    self.norm = layers.scale(d, None)
+    self.embed = layers.matrix(config, (v, d), ('vocab', 'embed'))
+    self.norm = layers.scale(d)
     if not config.tie_word_embeddings:
-      self.head = layers.matrix(config, rngs, (d, v), ('embed', 'vocab'))
+      self.head = layers.matrix(config, (d, v), ('embed', 'vocab'))
 
 
 def _stacks(config: config_lib.ModelConfig) -> dict[str, tuple[type[Block], int]]:
@@ -152,8 +151,7 @@ def init(config: config_lib.ModelConfig, key: jax.Array) -> Params:
   ends_key, mtp_key, *stack_keys = jax.random.split(key, 2 + len(_stacks(config)))
   params = layers.initial(_Ends, config, ends_key)
   for (name, (cls, count)), stack_key in zip(_stacks(config).items(), stack_keys, strict=True):
-    params[name] = jax.vmap(lambda k, cls=cls: layers.initial(cls, config, k))(
-        jax.random.split(stack_key, count))
+    params[name] = layers.initial(cls, config, stack_key, count)
   if config.num_nextn_predict_layers:
     params['mtp'] = layers.initial(Mtp, config, mtp_key)
   return params
@@ -187,8 +185,8 @@ def forward(config: config_lib.ModelConfig, params: Params, tokens: Int[Array, '
     config: the model's shape.
     params: from `init`.
     tokens: token ids.
-    positions: rotary positions; default 0, 1, ... in each row, counted from the slot's length with a
-      cache.
+    positions: rotary positions; default 0, 1, ... in each row, counted from the slot's length with
+      a cache.
     segment_ids: packed documents 1, 2, ... of each row, 0 for padding; default all 1. Documents do
       not see each other. With a cache a row is one document, and padding is neither written nor
       counted in the slot's length.
@@ -216,7 +214,8 @@ def forward(config: config_lib.ModelConfig, params: Params, tokens: Int[Array, '
   hidden = layers.rms_norm(x, params['norm'], config.rms_norm_eps)
   counts, mtp_hidden, mtp_mask = choices['counts'], None, None
   if mtp:
-    mtp_hidden, mtp_mask, mtp_counts = _run_mtp(config, params, hidden, tokens, segment_ids, context)
+    mtp_hidden, mtp_mask, mtp_counts = _run_mtp(
+        config, params, hidden, tokens, segment_ids, context)
     counts = jnp.concatenate([counts, mtp_counts[None]])
   recorded = 1 if routing is None else (
       (routing.mask & valid).sum() * routing.indices.shape[0] * routing.indices.shape[-1])

@@ -1,8 +1,8 @@
 """`grouped_matmul`: one product per group of consecutive rows, with its gradient.
 
-Rows `[0, sizes[0])` of `x` meet `w[0]`, the next `sizes[1]` rows meet `w[1]`, and so on. Rows past the
-sum of the sizes are padding: whatever they hold (NaN included), their output and their gradient are
-zero and they add nothing to the weight gradient.
+Rows `[0, sizes[0])` of `x` meet `w[0]`, the next `sizes[1]` rows meet `w[1]`, and so on. Rows past
+the sum of the sizes are padding: whatever they hold (NaN included), their output and their gradient
+are zero and they add nothing to the weight gradient.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""`jax.lax.ragged_dot`: what JAX itself offers; efficient where the compiler has a kernel for it."""
+"""`jax.lax.ragged_dot`: what JAX itself offers; fast where the compiler has a kernel for it."""
 
 import jax
 import jax.numpy as jnp

@@ -1,8 +1,8 @@
 """Exact formulation for XLA:CPU: a loop over row blocks, one plain GEMM each.
 
-A group of s rows is cut into ceil(s / block) blocks. A block that reaches past its group's end writes
-wrong rows there, and the next group's first block, which runs later, overwrites them; so no row is
-masked in the forward pass and no FLOP is spent on a group that has no rows.
+A group of s rows is cut into ceil(s / block) blocks. A block that reaches past its group's end
+writes wrong rows there, and the next group's first block, which runs later, overwrites them; so no
+row is masked in the forward pass and no FLOP is spent on a group that has no rows.
 """
 
 import jax
