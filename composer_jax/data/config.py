@@ -28,7 +28,7 @@ class SourceConfig:
   skip_folders: tuple[str, ...] = (
       'test', 'tests', 'testing', 'idle_test', 'site-packages', 'dist-packages', '__pycache__',
       '_vendor', 'node_modules')
-  max_bytes: int = 3_000_000
+  max_bytes: int = 4_000_000
   packages: tuple[str, ...] = ()
   permissive_only: bool = True
 
@@ -45,8 +45,8 @@ class SourceConfig:
 
 def _default_sources() -> dict[str, SourceConfig]:
   return {
-      'stdlib': SourceConfig(kind='stdlib', max_bytes=5_000_000),
-      'packages': SourceConfig(kind='packages', max_bytes=3_000_000),
+      'stdlib': SourceConfig(kind='stdlib', max_bytes=4_000_000),
+      'packages': SourceConfig(kind='packages', max_bytes=2_000_000),
   }
 
 
@@ -73,7 +73,7 @@ class CorpusConfig:
 
   sources: dict[str, SourceConfig] = dataclasses.field(default_factory=_default_sources)
   vocab_size: int = 512
-  tokenizer_bytes: int = 1_500_000
+  tokenizer_bytes: int = 1_000_000
   tokenizer_weights: dict[str, float] = dataclasses.field(default_factory=dict)
   heldout_fraction: float = 0.05
   heldout_bytes: int = 150_000
