@@ -51,6 +51,7 @@ class Run:
     fingerprint: of the config.
     version: code and library versions.
     results: results.json, {} while there is none.
+    manifest: data/manifest.json of the corpus, {} while there is none.
     stages: in the order in which they run.
     warnings: files that could not be read, and why.
   """
@@ -60,6 +61,7 @@ class Run:
   fingerprint: str
   version: dict[str, Any]
   results: dict[str, Any]
+  manifest: dict[str, Any]
   stages: list[Stage]
   warnings: list[str]
 
@@ -83,7 +85,8 @@ def read_run(path: Path) -> Run:
   stages = [_read_stage(folder, warnings) for folder in sorted(folders, key=_stage_key)]
   return Run(path=path, config=head.get('config', {}), fingerprint=head.get('fingerprint', ''),
              version=head.get('version', {}), results=_object(path / 'results.json', warnings),
-             stages=stages, warnings=warnings)
+             manifest=_object(path / 'data' / 'manifest.json', warnings), stages=stages,
+             warnings=warnings)
 
 
 def _read_stage(folder: Path, warnings: list[str]) -> Stage:

@@ -20,7 +20,8 @@ class Series:
   Attributes:
     name: shown in the legend.
     points: (x, y); values that are not finite leave a gap.
-    style: `line`, `faint` (raw values behind a mean), `dash` (reference), or `dots`.
+    style: `line`, `faint` (raw values behind a mean), `dash` (reference), `dots` (joined) or
+      `marks` (dots that are not joined).
     colour: index of a colour class.
     bars: interval of each point as (low, high), or empty.
   """
@@ -62,16 +63,16 @@ class Axes:
 
 
 def line_chart(series: Sequence[Series], *, x_label: str = 'step', log: bool = False,
-               y_range: tuple[float, float] | None = None) -> str:
+               x_range: tuple[float, float] | None = None) -> str:
   """Returns the SVG element of a chart, or a note when no point can be drawn.
 
   Args:
     series: the lines, later ones on top.
     x_label: under the horizontal axis.
     log: logarithmic vertical axis; values that are not positive are left out.
-    y_range: fixed vertical range in data units.
+    x_range: fixed horizontal range; that of the points by default.
   """
-  axes = _axes(series, log, y_range)
+  axes = _axes(series, log, x_range)
   if axes is None:
     return '<p class="empty">no finite value</p>'
   parts = [
@@ -97,11 +98,12 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
   return kept
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-  """Returns round numbers inside [low, high], about `count` of them."""
+def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
+  """Returns round numbers inside [low, high], about `count` of them; only integers if `whole`."""
   raw = (high - low) / count
   power = 10.0 ** math.floor(math.log10(raw))
   step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+  step = max(step, 1) if whole else step
   first = math.ceil(low / step - 1e-9)
   return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
@@ -119,7 +121,7 @@ def _order(point: Point) -> float:
   return point[1] if math.isfinite(point[1]) else -math.inf
 
 
-def _axes(series: Sequence[Series], log: bool, y_range: tuple[float, float] | None
+def _axes(series: Sequence[Series], log: bool, x_range: tuple[float, float] | None
           ) -> Axes | None:
   probe = Axes(0, 1, 0, 1, log)
   points = [p for s in series for p in s.points if probe.shows(p)]
@@ -127,16 +129,13 @@ def _axes(series: Sequence[Series], log: bool, y_range: tuple[float, float] | No
              for y in bar if probe.shows((p[0], y))]
   if not points:
     return None
-  xs = [p[0] for p in points]
   ys = [probe.scale(p[1]) for p in points]
-  low, high = (probe.scale(v) for v in y_range) if y_range else (min(ys), max(ys))
-  if not y_range:
-    margin = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
-    low, high = low - margin, high + margin
-  x_low, x_high = min(xs), max(xs)
+  low, high = min(ys), max(ys)
+  margin = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
+  x_low, x_high = x_range or (min(p[0] for p in points), max(p[0] for p in points))
   if x_low == x_high:
     x_low, x_high = x_low - 1, x_high + 1
-  return Axes(x_low, x_high, low, high, log)
+  return Axes(x_low, x_high, low - margin, high + margin, log)
 
 
 def _grid(axes: Axes, x_label: str) -> list[str]:
@@ -147,9 +146,9 @@ def _grid(axes: Axes, x_label: str) -> list[str]:
       continue
     y = HEIGHT - BOTTOM - (tick - axes.y_low) / (axes.y_high - axes.y_low) * (bottom - TOP)
     text = number(10.0 ** tick) if axes.log else number(tick)
-    parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-                 f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
-  for tick in ticks(axes.x_low, axes.x_high, 6):
+    parts += [f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',
+              f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>']
+  for tick in ticks(axes.x_low, axes.x_high, 6, whole=True):
     parts.append(f'<text class="tick" x="{axes.x(tick):.1f}" y="{bottom + 15}" '
                  f'text-anchor="middle">{number(tick)}</text>')
   parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>'
@@ -176,7 +175,7 @@ def _draw(series: Series, axes: Axes) -> list[str]:
       runs.append([])
   for run in filter(None, runs):
     pixels = ' '.join(f'{axes.x(x):.1f},{axes.y(y):.1f}' for x, y in run)
-    if series.style == 'dots' or len(run) == 1:
+    if series.style in ('dots', 'marks') or len(run) == 1:
       parts += [f'<circle class="dot c{series.colour % COLOURS}" cx="{p.split(",")[0]}" '
                 f'cy="{p.split(",")[1]}" r="3"/>' for p in pixels.split()]
     parts.append(f'<polyline class="{css}" data-name="{name}" points="{pixels}"/>')

@@ -1,0 +1,126 @@
+"""The comparison page of a sweep: one table with intervals, and the trials' curves overlaid."""
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from composer_jax.errors import UserError
+from composer_jax.recipe.workdir import read_json
+from composer_jax.redact import redact
+from composer_jax.report import curves, folder, page, svg, tables
+
+SWEEP_FILE = 'sweep.json'
+
+# Metrics that are worth an overlay, by full match; the first of a stage's names wins.
+OVERLAYS = (('loss', r'loss'), ('held-out bits per byte', r'(?!gzip|xz).*bits_per_byte.*'),
+            ('reward', r'reward(?:_mean)?|correct(?:_mean)?|solved(?:_fraction)?'),
+            ('length', r'response_tokens|length\w*|tokens_per_(?:episode|rollout|task)'),
+            ('entropy', r'entropy'))
+SMOOTHED = ('reward', 'length')
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """One trial.
+
+  Attributes:
+    id: trial id.
+    overrides: `section.field` -> value.
+    status: `planned`, `finished` or `failed`.
+    error: of a failed trial, else None.
+    run: its folder, None when it has not started.
+    evals: its evaluations.
+    numbers: name -> key number of its results.
+  """
+
+  id: str
+  overrides: dict[str, Any]
+  status: str
+  error: str | None
+  run: folder.Run | None
+  evals: list[tables.EvalRow]
+  numbers: dict[str, float]
+
+
+def build(workdir: str | os.PathLike) -> Path:
+  """Writes `report.html` of a sweep, as far as its trials have come.
+
+  Raises:
+    UserError: the folder holds no sweep.
+  """
+  workdir = Path(workdir)
+  if not (workdir / SWEEP_FILE).exists():
+    raise UserError(f'--workdir={workdir}: holds no sweep (no {SWEEP_FILE})')
+  rows = [_row(workdir, trial) for trial in read_json(workdir / SWEEP_FILE)['trials']]
+  keys = list(dict.fromkeys(key for row in rows for key in row.overrides))
+  text = page.template('sweep.html.j2').render(
+      name=workdir.resolve().name, rows=rows, keys=keys,
+      columns=list(dict.fromkeys(name for row in rows for name in row.numbers)),
+      eval_names=list(dict.fromkeys(e.name for row in rows for e in row.evals)),
+      charts=overlays(rows), forest=forest(rows))
+  return page.write(workdir / 'report.html', text)
+
+
+def label(row: Row) -> str:
+  """Returns a short name of a trial: the last part of each key and the value."""
+  return ' '.join(f'{key.rpartition(".")[2]}={value}' for key, value in row.overrides.items()
+                  ) or 'base'
+
+
+def overlays(rows: list[Row]) -> list[curves.Chart]:
+  """Returns, for each stage and metric of `OVERLAYS`, one chart with a line for each trial."""
+  started = [row for row in rows if row.run]
+  names = dict.fromkeys(stage.name for row in started for stage in row.run.stages if stage.rows)
+  charts = []
+  for stage_name in names:
+    for title, pattern in OVERLAYS:
+      series = []
+      for row in started:
+        stage = row.run.stage(stage_name)
+        names_here = stage.names() if stage else []
+        metric = next((n for n in names_here if re.fullmatch(pattern, n)), None)
+        if metric:
+          points = stage.series(metric)
+          points = curves.running_mean(points) if title in SMOOTHED else points
+          series.append(svg.Series(label(row), points, 'line', rows.index(row)))
+      if series:
+        note = f'Mean of {curves.MEAN_STEPS} rows.' if title in SMOOTHED else ''
+        charts.append(curves.chart(f'{stage_name}: {title}', series, note))
+  return charts
+
+
+def forest(rows: list[Row]) -> curves.Chart | None:
+  """Returns pass@1 of every evaluation with its interval, trial by trial."""
+  series = []
+  for colour, name in enumerate(dict.fromkeys(e.name for row in rows for e in row.evals)):
+    points, bars = [], []
+    for number, row in enumerate(rows, 1):
+      found = next((e for e in row.evals if e.name == name and e.pass_at_1 is not None), None)
+      if found:
+        points.append((number + 0.12 * colour, found.pass_at_1))
+        bars.append(found.interval or (found.pass_at_1, found.pass_at_1))
+    if points:
+      series.append(svg.Series(name, points, 'marks', colour, bars))
+  if not series:
+    return None
+  return curves.chart('pass@1 of each trial', series, '95% intervals; trials in the order of the '
+                      'table.', x_label='trial', x_range=(0.5, len(rows) + 0.5))
+
+
+def _row(workdir: Path, trial: dict[str, Any]) -> Row:
+  path = workdir / 'trials' / trial['id']
+  started = (path / 'config.json').exists() or (path / 'stages').is_dir()
+  run = folder.read_run(path) if started else None
+  numbers: dict[str, float] = {}
+  for stage in tables.stage_rows(run) if run else []:
+    for key in ('bits_per_byte', 'loss'):
+      value = stage['numbers'].get(key)
+      if value is not None and not stage['name'].startswith(tables.EVAL_PREFIX):
+        numbers[f'{stage["name"]} {key.replace("_", " ")}'] = value
+  if run and isinstance(run.results.get('wall_s'), (int, float)):
+    numbers['wall s'] = run.results['wall_s']
+  return Row(id=trial['id'], overrides=redact(trial['overrides']), status=trial['status'],
+             error=redact(trial['error']), run=run, evals=tables.evals(run) if run else [],
+             numbers=numbers)

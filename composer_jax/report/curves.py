@@ -1,0 +1,158 @@
+"""Which metrics of a stage share a chart, and how each is drawn."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+
+from composer_jax.report.folder import Stage
+from composer_jax.report.svg import Point, Series, line_chart
+
+MEAN_STEPS = 8  # window of the mean drawn over raw rewards
+LOG_RATIO = 30  # highest over lowest value from which a logarithmic axis helps
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+  """One chart ready for the page.
+
+  Attributes:
+    title: heading.
+    note: one sentence about what to look for; may be empty.
+    legend: (name, colour index, style) of the lines.
+    svg: markup.
+  """
+
+  title: str
+  note: str
+  legend: list[tuple[str, int, str]]
+  svg: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+  """A chart that a stage gets when it has metrics for it.
+
+  Attributes:
+    title: heading.
+    pattern: full match on metric names; group 1, when there, is the legend's name.
+    note: see `Chart`.
+    log: logarithmic vertical axis, when the values allow it.
+    make: from the matching (legend name, points) to series; plain lines by default.
+  """
+
+  title: str
+  pattern: str
+  note: str = ''
+  log: bool = False
+  make: Callable[[list[tuple[str, list[Point]]]], list[Series]] | None = None
+
+
+def _smoothed(found: list[tuple[str, list[Point]]]) -> list[Series]:
+  """Draws raw values faintly behind their mean over the last `MEAN_STEPS` rows."""
+  series = []
+  for colour, (name, points) in enumerate(found):
+    series.append(Series(name, points, 'faint', colour))
+    series.append(Series(f'{name}, mean of {MEAN_STEPS}', running_mean(points), 'line', colour))
+  return series
+
+
+CHARTS = (
+    Spec('Held-out bits per byte', r'(?!gzip|xz)(?:(?:eval|heldout)/)?(.*bits_per_byte.*)',
+         'Dashed: what gzip -9 and xz -9 need for the same files.'),
+    Spec('Loss', r'(loss|(?:train/|main_|mtp_|lm_)\w*(?:loss)?)',
+         'Mean over the trained tokens since the row before.'),
+    Spec('Entropy', r'(?:policy_)?(entropy(?:_mean)?)', 'Nats a sampled token.'),
+    Spec('Trainer against sampler', r'(?:logprob_)?(gap_(?:max|mean|p99))',
+         '|log-prob of the trainer − log-prob of the sampler| of the same token.', log=True),
+    Spec('Staleness', r'(staleness\w*|age_\w+)', 'Policy updates between sampling and training.'),
+    Spec('KL to the reference', r'((?:reference_)?kl\w*)', 'k1 estimate, placed in the reward.'),
+    Spec('Length', r'(response_tokens|length\w*|tokens_per_(?:episode|rollout|task)|turns\w*'
+         r'|calls(?:_mean|_per_\w+)?)', 'What an episode costs.', make=_smoothed),
+    Spec('Throughput', r'(tokens_per_s|\w+_per_s)', log=True),
+    Spec('Gradient norm', r'(grad_norm|gradient_norm)', 'Before clipping.', log=True),
+    Spec('Learning rate', r'(lr|learning_rate)'),
+    Spec('Expert load', r'(load_\w+|\w*expert_load\w*)',
+         'Share of the busiest expert over the mean; the selection bias pulls it down.'),
+)
+_REWARD = re.compile(r'(reward(?:_mean)?|correct(?:_mean)?|solved(?:_fraction)?)')
+_HELDOUT = re.compile(r'(?:eval|heldout)/(pass_at_1|pass@1|reward)')
+
+
+def charts(stage: Stage, compression: dict[str, float]) -> tuple[list[Chart], list[Chart]]:
+  """Returns the charts of a stage and, apart, one for each metric that no chart claims.
+
+  Args:
+    stage: the stage.
+    compression: name -> bits per byte of other compressors on the same held-out files.
+  """
+  names = stage.names()
+  first, used = [], set()
+  reward = _reward_chart(stage, names)
+  if reward:
+    first.append(reward[0])
+    used |= reward[1]
+  for spec in CHARTS:
+    matched = [(m.group(1) or name, name) for name in names
+               if name not in used and (m := re.fullmatch(spec.pattern, name))]
+    if not matched:
+      continue
+    used |= {name for _, name in matched}
+    found = [(label, stage.series(name)) for label, name in matched]
+    series = spec.make(found) if spec.make else lines(found)
+    if spec.title.startswith('Held-out'):
+      series += _references(compression, stage, len(found))
+    first.append(chart(spec.title, series, spec.note, log=spec.log))
+  rest = [chart(name, [Series(name, stage.series(name))]) for name in names if name not in used]
+  return first, rest
+
+
+def chart(title: str, series: Sequence[Series], note: str = '', *, log: bool = False,
+          x_range: tuple[float, float] | None = None, x_label: str = 'step') -> Chart:
+  """Draws a chart; a logarithmic axis is used where all values are positive and far apart."""
+  values = [y for s in series for _, y in s.points if math.isfinite(y)]
+  log = log and bool(values) and min(values) > 0 and max(values) / min(values) > LOG_RATIO
+  gone = sum(not math.isfinite(y) for s in series for _, y in s.points)
+  if gone:
+    note = f'{note} {gone} values are not finite.'.strip()
+  return Chart(title, note, [(s.name, s.colour % 8, s.style) for s in series],
+               line_chart(series, log=log, x_range=x_range, x_label=x_label))
+
+
+def lines(found: Sequence[tuple[str, list[Point]]]) -> list[Series]:
+  """Returns one plain line for each (name, points)."""
+  return [Series(name, points, 'line', colour) for colour, (name, points) in enumerate(found)]
+
+
+def running_mean(points: Sequence[Point], window: int = MEAN_STEPS) -> list[Point]:
+  """Returns the mean over the last `window` points at each point (fewer at the start)."""
+  means = []
+  for end in range(1, len(points) + 1):
+    part = points[max(0, end - window):end]
+    means.append((part[-1][0], sum(y for _, y in part) / len(part)))
+  return means
+
+
+def _reward_chart(stage: Stage, names: list[str]) -> tuple[Chart, set[str]] | None:
+  """Raw reward, its mean, and the held-out evaluations during the stage."""
+  raw = [name for name in names if _REWARD.fullmatch(name)]
+  held = [name for name in names if _HELDOUT.fullmatch(name)]
+  if not raw:
+    return None
+  series = _smoothed([(name, stage.series(name)) for name in raw])
+  for number, name in enumerate(held):
+    points = stage.series(name)
+    low, high = (dict(stage.series(f'eval/ci95_{end}')) for end in ('lo', 'hi'))
+    bars = [(low[x], high[x]) for x, _ in points] if all(
+        x in low and x in high for x, _ in points) else []
+    series.append(Series(f'held-out {_HELDOUT.fullmatch(name).group(1)}', points, 'dots',
+                         len(raw) + number, bars))
+  note = 'Raw batches, their mean, and held-out evaluations on the way.' if held else ''
+  return (chart('Reward', series, note), {*raw, *held, 'eval/ci95_lo', 'eval/ci95_hi'})
+
+
+def _references(compression: dict[str, float], stage: Stage, colour: int) -> list[Series]:
+  """Returns dashed horizontal lines over the steps of the stage."""
+  low, high = stage.rows[0]['step'], stage.rows[-1]['step']
+  return [Series(name, [(low, value), (high, value)], 'dash', colour + number)
+          for number, (name, value) in enumerate(sorted(compression.items()))]
