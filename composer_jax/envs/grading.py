@@ -1,10 +1,10 @@
 """The grader: decides on hidden cases, in sandboxes that never ran this episode's agent.
 
-A grading sandbox is wiped, gets the final files and the *expressions* of the cases, and answers with
-texts; expected values stay in this process, where the texts are compared. So nothing that the
+A grading sandbox is wiped, gets the final files and the *expressions* of the cases, and answers
+with texts; expected values stay in this process, where the texts are compared. So nothing that the
 candidate can do (exit, print, patch builtins, forge its answers) tells it what to answer. A
-candidate that dies, hangs or floods fails; a sandbox that breaks is tried again elsewhere and then
-reported as an infrastructure failure, which is no verdict.
+candidate that dies, hangs or floods fails; when a sandbox breaks, another one is tried, and then an
+infrastructure failure is reported, which is no verdict.
 """
 
 import collections

@@ -100,7 +100,7 @@ def launch_spec(program: str, config: SandboxConfig) -> dict:
     config: limits.
 
   Returns:
-    JSON-able spec; `cgroups` is an empty list.
+    The spec; `cgroups` is an empty list.
 
   Raises:
     InfrastructureError: the interpreter was not found, or an unknown architecture.
@@ -135,7 +135,7 @@ def launch_spec(program: str, config: SandboxConfig) -> dict:
   ]  # fmt: skip
   return {
     'argv': argv,
-    'seccomp': seccomp.build(platform.machine()).hex(),
+    'seccomp': seccomp.build(platform.machine()),
     'env': {'PATH': '/usr/bin:/bin', 'LANG': 'C.UTF-8'},
     'cgroups': [],
     'uid': config.uid if as_root else None,

@@ -50,8 +50,7 @@ class Group:
   def oom_kills(self) -> int:
     """Returns how many processes the kernel killed here for lack of memory."""
     try:
-      with open(self._events) as file:
-        found = re.search(r'^oom_kill (\d+)$', file.read(), re.MULTILINE)
+      found = re.search(r'^oom_kill (\d+)$', _read(self._events), re.MULTILINE)
     except FileNotFoundError:
       return 0
     return int(found[1]) if found else 0
@@ -71,43 +70,47 @@ class Group:
     return not left
 
 
-def _mounts() -> list[tuple[str, str, str, set[str]]]:
-  """Returns (root, mount point, type, super options) of the cgroup mounts."""
-  found = []
-  with open('/proc/self/mountinfo') as file:
-    for line in file:
-      left, right = line.split(' - ', 1)
-      kind, _, options = right.split()[:3]
-      if kind in ('cgroup', 'cgroup2'):
-        fields = left.split()
-        found.append((fields[3], fields[4], kind, set(options.split(','))))
-  return found
+def own_directories(cgroup: str, mountinfo: str) -> dict[str, str]:
+  """Finds the directories of our own cgroups.
 
+  Args:
+    cgroup: content of /proc/self/cgroup.
+    mountinfo: content of /proc/self/mountinfo.
 
-def _own_directories() -> dict[str, str]:
-  """Returns controller name -> our own cgroup's directory; key '' is the v2 hierarchy."""
-  mounts, own = _mounts(), {}
-  with open('/proc/self/cgroup') as file:
-    lines = [line.rstrip('\n').split(':', 2) for line in file]
-  for _, controllers, path in lines:
+  Returns:
+    Controller name -> directory, for v1 controllers; key '' is our group in the v2 hierarchy.
+  """
+  mounts = []
+  for line in mountinfo.splitlines():
+    left, right = line.split(' - ', 1)
+    (kind, _, options), fields = right.split()[:3], left.split()
+    if kind in ('cgroup', 'cgroup2'):
+      mounts.append((fields[3], fields[4], kind, set(options.split(','))))
+  own = {}
+  for line in cgroup.splitlines():
+    _, controllers, path = line.split(':', 2)
+    names = controllers.split(',') if controllers else []
     for root, point, kind, options in mounts:
-      names = controllers.split(',') if controllers else []
-      right = kind == 'cgroup2' if not names else kind == 'cgroup' and names[0] in options
-      if right:
+      if (kind == 'cgroup' and names[0] in options) if names else kind == 'cgroup2':
         inside = os.path.relpath(path, root) if path.startswith(root) else '.'
         directory = os.path.normpath(os.path.join(point, inside))
-        own.update({name: directory for name in names or ['']})
+        own.update(dict.fromkeys(names or [''], directory))
         break
   return own
+
+
+def _read(path: str) -> str:
+  with open(path) as file:
+    return file.read()
 
 
 def _v2_parent(directory: str) -> str | None:
   """Returns the nearest group, ours or the one above it, whose children get both controllers."""
   for candidate in (directory, os.path.dirname(directory)):
     try:
-      with open(os.path.join(candidate, 'cgroup.subtree_control')) as file:
-        if {'memory', 'pids'} <= set(file.read().split()) and os.access(candidate, os.W_OK):
-          return candidate
+      enabled = _read(os.path.join(candidate, 'cgroup.subtree_control')).split()
+      if {'memory', 'pids'} <= set(enabled) and os.access(candidate, os.W_OK):
+        return candidate
     except FileNotFoundError:
       return None  # above the mount point
   return None
@@ -116,8 +119,7 @@ def _v2_parent(directory: str) -> str | None:
 def _start_time(pid: int | str) -> str | None:
   """Returns a process's start time, which tells it from a later one with its number."""
   try:
-    with open(f'/proc/{pid}/stat') as file:
-      return file.read().rpartition(')')[2].split()[19]
+    return _read(f'/proc/{pid}/stat').rpartition(')')[2].split()[19]
   except (FileNotFoundError, ProcessLookupError):
     return None
 
@@ -171,10 +173,10 @@ def detect() -> list[Controller]:
     `[memory, pids]`, or an empty list when the machine does not let us limit both.
   """
   try:
-    own = _own_directories()
+    own = own_directories(_read('/proc/self/cgroup'), _read('/proc/self/mountinfo'))
   except FileNotFoundError:
     return []
-  controllers = []
+  controllers: list[Controller] = []
   for name in ('memory', 'pids'):
     if name in own:
       controllers.append(Controller(name, 1, own[name]))

@@ -1,20 +1,20 @@
 """Program that turns itself into a sandbox: cgroup, private binds, uid drop, then bubblewrap.
 
 Run as `python -I -S launch.py SPEC`, never imported by the library; a program of its own because
-code between fork and exec of a process with threads (JAX has many) may deadlock. SPEC is JSON:
+code between fork and exec of a process with threads (JAX has many) may deadlock. SPEC is a dict,
+by marshal (nothing to import: this is half of a sandbox's start) and in hexadecimal:
   argv: bubblewrap's command line; `{seccomp}` in it stands for the descriptor of the filter
-  seccomp: the filter, hexadecimal
+  seccomp: the filter, bytes
   env: environment of bubblewrap itself (the sandbox gets its own, see `bwrap.py`)
   cgroups: `cgroup.procs` files to join. Joined here, before exec, so that no process escapes.
-  uid: user and group to become, or null to stay
+  uid: user and group to become, or None to stay
   binds: [[source, target]], directories to show below /tmp in a private mount namespace. The
     interpreter may lie in a home that only root may enter (`/root/.pyenv`), and bubblewrap, which
     runs as `uid`, has to reach it by path.
 """
 
-import json
+import marshal
 import os
-import resource
 import sys
 
 _MS_BIND, _MS_REC, _MS_SLAVE = 0x1000, 0x4000, 0x80000
@@ -44,11 +44,10 @@ def _show(binds: list[list[str]]) -> None:
 
 def main() -> None:
   """Prepares the process as SPEC says and becomes bubblewrap."""
-  spec = json.loads(sys.argv[1])
+  spec = marshal.loads(bytes.fromhex(sys.argv[1]))
   for path in spec['cgroups']:
     with open(path, 'w') as file:
       file.write('0')
-  resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   os.chdir('/')
   os.umask(0o022)
   if spec['binds']:
@@ -58,7 +57,7 @@ def main() -> None:
     os.setresgid(spec['uid'], spec['uid'], spec['uid'])
     os.setresuid(spec['uid'], spec['uid'], spec['uid'])
   reader, writer = os.pipe()
-  os.write(writer, bytes.fromhex(spec['seccomp']))  # 1-2 KB: fits into the pipe
+  os.write(writer, spec['seccomp'])  # 1-2 KB: fits into the pipe
   os.close(writer)
   os.set_inheritable(reader, True)
   argv = [str(reader) if a == '{seccomp}' else a for a in spec['argv']]

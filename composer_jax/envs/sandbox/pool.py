@@ -5,8 +5,10 @@ import time
 
 from composer_jax.envs.sandbox import cgroup
 from composer_jax.envs.sandbox.config import SandboxConfig
-from composer_jax.envs.sandbox.process import Sandbox
+from composer_jax.envs.sandbox.process import Sandbox, SandboxError
 from composer_jax.envs.sandbox.support import Launch, require
+
+_PATIENCE_S = 0.5
 
 
 class SandboxPool:
@@ -57,9 +59,7 @@ class SandboxPool:
     return self.size - len(self._used)
 
   def acquire(self) -> Sandbox:
-    """Returns a sandbox that nobody else uses. It may still be starting: `send` anyway.
-
-    It holds whatever its last user left: send `reset`, or `run_cases` with files, first.
+    """Returns a sandbox that nobody else uses, empty. It may still be starting: `send` anyway.
 
     Raises:
       SandboxError: a new sandbox could not be started.
@@ -67,22 +67,50 @@ class SandboxPool:
     """
     if not self.available:
       raise RuntimeError(f'all {self.size} sandboxes are in use')
-    sandbox = None
-    while self._idle and sandbox is None:
-      sandbox = self._idle.pop()
-      if sandbox.broken:
-        self._discard(sandbox)
-        sandbox = None
+    sandbox = self._clean()
     if sandbox is None:
       sandbox = Sandbox(next(self._numbers), self._spec, self.config, self._launch.controllers)
       self.started += 1
     self._used[sandbox.id] = sandbox
     return sandbox
 
+  def _clean(self) -> Sandbox | None:
+    """Returns an idle sandbox that has been emptied, or None when one may be started instead."""
+    for sandbox in list(self._idle):
+      try:
+        emptied = sandbox.poll() is not None
+      except SandboxError:
+        emptied = False
+        self._idle.remove(sandbox)
+        self._discard(sandbox)
+      if emptied:
+        self._idle.remove(sandbox)
+        return sandbox
+    if len(self._idle) + len(self._used) < self.size:
+      return None
+    # All are being emptied, which takes a fraction of a millisecond: wait for the first. One that
+    # takes long was left in a bad state and is not worth it.
+    sandbox = self._idle.pop(0)
+    try:
+      if sandbox.wait(_PATIENCE_S) is not None:
+        return sandbox
+    except SandboxError:
+      pass  # replaced below, like one that is too slow
+    self._discard(sandbox)
+    return None
+
   def release(self, sandbox: Sandbox) -> None:
-    """Takes a sandbox back; one that is broken or still busy is ended, not used again."""
+    """Takes a sandbox back and empties it; one that is broken or still busy is replaced.
+
+    It is emptied now, and not by its next user, who must not suffer from what it may hold.
+    """
     del self._used[sandbox.id]
     if sandbox.broken or sandbox.busy:
+      self._discard(sandbox)
+      return
+    try:
+      sandbox.send({'op': 'reset', 'files': {}})
+    except SandboxError:
       self._discard(sandbox)
     else:
       self._idle.append(sandbox)

@@ -3,6 +3,8 @@
 import concurrent.futures
 import contextlib
 import json
+import marshal
+import math
 import os
 import pathlib
 import select
@@ -85,7 +87,7 @@ class Sandbox:
     self._ready = False
     self._started = time.monotonic()
     self._deadline: float | None = self._started + config.start_timeout_s
-    self._group = None
+    self._group, self._oom_kills = None, 0
     try:
       if controllers:
         # Two more than the sandbox may have: bubblewrap's two processes, one of which becomes 1.
@@ -93,7 +95,7 @@ class Sandbox:
           controllers, config.memory_mb << 20, config.processes + 2
         )
       self._process = _spawn(
-        [sys.executable, '-I', '-S', _LAUNCHER, json.dumps(self._complete(spec))],
+        [sys.executable, '-I', '-S', _LAUNCHER, marshal.dumps(self._complete(spec)).hex()],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
       )  # fmt: skip
     except OSError as error:
@@ -144,6 +146,8 @@ class Sandbox:
     data = json.dumps(request).encode()
     self._out += len(data).to_bytes(4, 'big') + data
     self._awaited += 1
+    if self._group and request['op'] == 'run_cases':
+      self._oom_kills = self._group.oom_kills()
     if self._ready:
       self._expect(request)
     else:
@@ -215,17 +219,29 @@ class Sandbox:
         self._fail(self._why_dead())
       self._out = self._out[sent:]
 
-  def call(self, request: Request) -> Response:
-    """Sends a request and waits for its response.
+  def wait(self, timeout_s: float) -> Response | None:
+    """Waits for the response; None when it did not come in time (the sandbox goes on).
 
     Raises:
       SandboxError: as `poll`.
     """
-    self.send(request)
+    end = time.monotonic() + timeout_s
     while (response := self.poll()) is None:
+      left = end - time.monotonic()
+      if left <= 0:
+        return None
       writers = [self._process.stdin.fileno()] if self._out else []
-      select.select([self.fileno()], writers, [], 0.1)
+      select.select([self.fileno()], writers, [], min(left, 0.1))
     return response
+
+  def call(self, request: Request) -> Response:
+    """Sends a request and waits for its response.
+
+    Raises:
+      SandboxError: as `poll`; also when no response came in time.
+    """
+    self.send(request)
+    return self.wait(math.inf)
 
   def wait_ready(self) -> None:
     """Waits until the server runs.
@@ -241,7 +257,7 @@ class Sandbox:
       raise SandboxError(f'sandbox {self.id}: {self.broken}')
 
   def _fail(self, why: str) -> NoReturn:
-    full = self._group is not None and self._group.oom_kills() > 0
+    full = self._group is not None and self._group.oom_kills() > self._oom_kills
     self.broken = why + (' (out of memory)' if full else '')
     self.kill()
     raise SandboxError(f'sandbox {self.id}: {self.broken}', full)

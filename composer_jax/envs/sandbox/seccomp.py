@@ -17,10 +17,10 @@ _ERRNO = 0x00050000
 _ARCH = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}
 _X32_BIT = 0x40000000
 
-# Sockets of these families are allowed (AF_UNIX, AF_INET, AF_INET6); the network namespace is empty.
+# Allowed socket families: AF_UNIX, AF_INET, AF_INET6; the network namespace is empty.
 _FAMILIES = (1, 2, 10)
-# Flags of clone that make namespaces: NEWTIME is not one of clone's, the others are.
-_CLONE_NEW = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+# CLONE_NEWNS, and CLONE_NEWCGROUP, UTS, IPC, USER, PID, NET.
+_CLONE_NEW = 0x00020000 | 0x7E000000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 
 # name: (x86_64, aarch64); None where the architecture lacks the call.
@@ -38,7 +38,7 @@ _DENIED = {
   'init_module': (175, 105), 'finit_module': (313, 273), 'delete_module': (176, 106),
   'kexec_load': (246, 104), 'kexec_file_load': (320, 294), 'reboot': (169, 142),
   'swapon': (167, 224), 'swapoff': (168, 225), 'acct': (163, 89), 'quotactl': (179, 60),
-  'syslog': (103, 116), 'personality': (135, 92), 'vmsplice': (278, 75), 'lookup_dcookie': (212, 18),
+  'syslog': (103, 116), 'personality': (135, 92), 'vmsplice': (278, 75),
   # Memory that no address-space limit counts and that would outlive a process.
   'memfd_create': (319, 279), 'memfd_secret': (447, 447),
   'shmget': (29, 194), 'shmat': (30, 196), 'semget': (64, 190), 'msgget': (68, 186),
@@ -106,8 +106,9 @@ def build(machine: str) -> bytes:
                          _fail(errno.EPERM)))  # fmt: skip
   families = [_ins(_JUMP_EQUAL, f, len(_FAMILIES) - i, 0) for i, f in enumerate(_FAMILIES)]
   for numbers in (_SOCKET, _SOCKETPAIR):
-    program.append(_rule(numbers[column], _argument(0), *families, _fail(errno.EAFNOSUPPORT), allow))
-  # glibc and Python fall back to clone and fork; clone3's flags lie in memory a filter cannot read.
+    body = (_argument(0), *families, _fail(errno.EAFNOSUPPORT), allow)
+    program.append(_rule(numbers[column], *body))
+  # The flags of clone3 lie in memory, which a filter cannot read; without it libc uses clone.
   program.append(_rule(_CLONE3[column], _fail(errno.ENOSYS)))
   program.append(_rule(_CLONE[column], _argument(0), _ins(_JUMP_AND, _CLONE_NEW, 0, 1),
                        _fail(errno.EPERM), allow))  # fmt: skip

@@ -1,12 +1,13 @@
 """The command server inside a sandbox: process 1 of its pid namespace.
 
-Sent as source and run as `python -S -s -P -c SOURCE LIMITS`; it needs only the standard library. The
-host imports it for `safe_repr` alone. Requests and responses are JSON behind a 4-byte big-endian
-length, on stdin and stdout; `envs.types.SandboxHandle` lists them. As process 1 it cannot be killed or stopped
-from inside, as an undumpable process it cannot be traced or read, and every other process of the
-sandbox is a descendant that `_kill_all` ends.
+Sent as source and run as `python -S -s -P -c SOURCE LIMITS`; it needs only the standard library,
+and the host imports it for `safe_repr` alone. Requests and responses are JSON behind a 4-byte
+big-endian length, on stdin and stdout; `envs.types.SandboxHandle` lists them. As process 1 it
+cannot be killed or stopped from inside, as an undumpable process it cannot be traced or read, and
+every other process of the sandbox is a descendant that `_kill_all` ends.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -35,8 +36,8 @@ def safe_repr(value, depth=0):
   Only exact built-in types count, so that no object can pass with a forged `__repr__` or `__eq__`.
 
   Args:
-    value: int, float, complex, str, bytes, bool, None, range, Ellipsis, or a list, tuple, dict, set or
-      frozenset of such values.
+    value: int, float, complex, str, bytes, bool, None, range, Ellipsis, or a list, tuple, dict, set
+      or frozenset of such values.
     depth: nesting depth so far.
 
   Raises:
@@ -78,10 +79,8 @@ def _parent(path, create=False):
   try:
     for part in parts[:-1]:
       if create:
-        try:
+        with contextlib.suppress(FileExistsError):
           os.mkdir(part, dir_fd=folder)
-        except FileExistsError:
-          pass
       inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
       os.close(folder)
       folder = inner
@@ -117,7 +116,8 @@ def _write(path, text):
     try:
       with open(file, 'wb') as stream:
         stream.write(text.encode('utf-8', 'surrogatepass'))
-      os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)  # replaces a link, not its target
+      # Replaces a link, not what it points to.
+      os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
       os.unlink(temporary, dir_fd=folder)
       raise
@@ -202,10 +202,8 @@ def _search(request):
 def _kill_all():
   """Ends every other process of the namespace; they are all descendants of process 1."""
   while True:
-    try:
+    with contextlib.suppress(ProcessLookupError):
       os.kill(-1, signal.SIGKILL)
-    except ProcessLookupError:
-      pass
     try:
       os.waitpid(-1, 0)
     except ChildProcessError:
@@ -224,10 +222,10 @@ def _evaluate(case):
     if case.get('setup'):
       exec(compile(case['setup'], '<setup>', 'exec'), scope)
     return safe_repr(eval(compile(case['expr'], '<case>', 'eval'), scope)), ''
-  except BaseException as error:
+  except BaseException as error:  # noqa: BLE001 - whatever the candidate raises is its answer
     try:
       message = str(error)[:200]
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - so is what its own __str__ raises
       message = ''
     return 'raises ' + type(error).__name__[:80], message
 
@@ -247,7 +245,6 @@ def _child(pipe, cases, seconds):
   if pipe != 3:
     os.dup2(pipe, 3, inheritable=False)
   os.closerange(4, 4096)
-  os.setsid()
   os.chdir(ROOT)
   sys.path.insert(0, ROOT)
   sys.argv[:] = ['case']
@@ -372,6 +369,26 @@ def _send(message):
     data = data[os.write(1, data) :]
 
 
+def _warm_up():
+  """Evaluates a dummy candidate here, so that the children share pages that they would copy.
+
+  The interpreter's lazily filled caches and specialised bytecode are memory writes; done once in
+  process 1 they are not repeated, page by page, in each child (0.8 instead of 3.4 ms a child).
+  """
+  folder, name = '/tmp/warm', 'warm_up_candidate'
+  os.mkdir(folder)
+  with open(f'{folder}/{name}.py', 'w') as file:
+    file.write('def f(x):\n  return [x, str(x), {x: (x,)}]\n')
+  sys.path.insert(0, folder)
+  for i in range(16):
+    for expr in (f'f({i})', 'f.x'):
+      _evaluate({'module': name, 'setup': 'y = 1', 'expr': expr})
+    del sys.modules[name]
+    sys.path_importer_cache.pop(folder)
+  sys.path.remove(folder)
+  _wipe('/tmp')
+
+
 def main():
   """Checks that this is a sandbox, hides the process, serves until stdin closes."""
   import ctypes
@@ -383,6 +400,7 @@ def main():
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   if ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) != 0:  # PR_SET_DUMPABLE
     raise SystemExit('prctl(PR_SET_DUMPABLE) failed')
+  _warm_up()
   gc.collect()
   gc.freeze()  # keeps the pages shared with the children
   _send({'ok': True, 'hello': 1})
