@@ -1,0 +1,197 @@
+"""Grain pipelines from packed rows to batches; their state is one integer, exact to the batch.
+
+Rows are packed once (`rows.py`); Grain shuffles them anew each epoch, mixes the sources and counts
+batches. Everything is random access, so that a restored iterator continues with the very next
+batch, and nothing runs in another process or thread.
+"""
+
+import json
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import grain
+import numpy as np
+
+from composer_jax.batch import Batch
+from composer_jax.data import mixture as mixture_lib
+from composer_jax.data.corpus import Corpus
+from composer_jax.data.rows import DocumentSequences, Row, Rows, TraceSequences
+from composer_jax.errors import UserError
+
+
+class Loader(Iterator[Batch]):
+  """An endless iterator of NumPy batches with exact state.
+
+  Attributes:
+    rows: source -> its packed rows.
+    dropped: traces left out because they are longer than a row.
+  """
+
+  def __init__(self, rows: Mapping[str, Rows], shares: Mapping[str, float], batch_size: int,
+               seed: int, dropped: int = 0):
+    """Mixes rows of each source by `shares`, `batch_size` rows at a time.
+
+    Shares count rows: a share of 0.25 is every fourth row, hence (up to padding) every fourth
+    token, whatever the lengths of the documents.
+    """
+    self.rows = dict(rows)
+    self.dropped = dropped
+    parts = []
+    for number, name in enumerate(shares):
+      part = grain.MapDataset.range(len(self.rows[name])).map(_Tag(name))
+      parts.append(part.seed(seed + 7919 * number).shuffle().repeat())
+    dataset = grain.MapDataset.mix(parts, list(shares.values())) if len(parts) > 1 else parts[0]
+    dataset = dataset.batch(batch_size, drop_remainder=True, batch_fn=list)
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    self._iterator = iter(dataset.to_iter_dataset(options))
+
+  def __next__(self) -> Batch:
+    return collate([self.rows[name][row] for name, row in next(self._iterator)])
+
+  def get_state(self) -> dict[str, Any]:
+    """Returns a JSON-able dict; a loader built alike continues from it with the next batch."""
+    return json.loads(json.dumps(self._iterator.get_state()))
+
+  def set_state(self, state: Mapping[str, Any]) -> None:
+    """Continues where `get_state` was taken."""
+    self._iterator.set_state(dict(state))
+
+
+class _Tag:
+  """Row number -> (source, row number)."""
+
+  def __init__(self, name: str):
+    self._name = name
+
+  def __call__(self, row: int) -> tuple[str, int]:
+    return self._name, int(row)
+
+
+def cpt_loader(mixture: Mapping[str, float], corpus_dir: str | pathlib.Path, batch_size: int,
+               seq_len: int, seed: int) -> Loader:
+  """Returns batches of the train split of a corpus.
+
+  Args:
+    mixture: source -> relative weight.
+    corpus_dir: a built corpus.
+    batch_size: B, rows of a batch.
+    seq_len: S, tokens of a row; longer documents continue in further rows.
+    seed: packing order, shuffling.
+
+  Raises:
+    UserError: no corpus there, or a mixture that does not fit it.
+  """
+  corpus = Corpus(corpus_dir)
+  shares = mixture_lib.shares(mixture, corpus.sources)
+  doc_id = corpus.tokenizer.doc_id
+  rows = {}
+  for name in shares:
+    documents = corpus.documents(name, 'train')
+    sequences = DocumentSequences(documents.tokens, documents.offsets, doc_id)
+    rows[name] = Rows(sequences, seq_len, seed)
+  return Loader(rows, shares, batch_size, seed)
+
+
+def trace_loader(traces: str | pathlib.Path | Sequence[str | pathlib.Path], batch_size: int,
+                 seq_len: int, seed: int, *, context_weight: float = 0.0,
+                 long_traces: Literal['error', 'drop'] = 'error') -> Loader:
+  """Returns batches of recorded agent traces for SFT.
+
+  The ids and the role mask are those of the live run, never a second rendering.
+
+  Args:
+    traces: one or more `traces.jsonl`; a line is `{"id", "segments": [[ids], ...], "trainable":
+      [bool, ...], ...}`, one flag a segment.
+    batch_size: B, rows of a batch.
+    seq_len: S; a trace is never cut.
+    seed: packing order, shuffling.
+    context_weight: loss weight of prompt and tool results; the model's own tokens weigh 1.
+    long_traces: what to do with a trace longer than `seq_len`: stop, or leave it out.
+
+  Raises:
+    UserError: a file is missing, malformed or empty, or a trace is too long.
+  """
+  paths = [traces] if isinstance(traces, str | pathlib.Path) else list(traces)
+  ids, weights, dropped = [], [], 0
+  for path in paths:
+    for name, trace_ids, mask in read_traces(path):
+      if len(trace_ids) > seq_len:
+        if long_traces == 'error':
+          raise UserError(f'{path}: trace {name} has {len(trace_ids)} tokens, seq_len is {seq_len}')
+        dropped += 1
+        continue
+      ids.append(trace_ids)
+      weights.append(np.where(mask, 1.0, context_weight).astype(np.float32))
+  if not ids:
+    raise UserError(f'{", ".join(map(str, paths))}: no trace of at most {seq_len} tokens')
+  rows = {'traces': Rows(TraceSequences(ids, weights), seq_len, seed)}
+  return Loader(rows, {'traces': 1.0}, batch_size, seed, dropped)
+
+
+def read_traces(path: str | pathlib.Path) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+  """Yields (id, token ids int32 `[n]`, trainable bool `[n]`) of each line of a traces file.
+
+  Raises:
+    UserError: the file cannot be read, or a line is not a trace.
+  """
+  try:
+    lines = pathlib.Path(path).read_text().splitlines()
+  except OSError as error:
+    raise UserError(f'{path}: cannot read the traces ({error.strerror})') from error
+  for number, line in enumerate(lines, 1):
+    try:
+      record = json.loads(line)
+      segments = [np.asarray(s, np.int32).reshape(-1) for s in record['segments']]
+      flags = [bool(flag) for flag in record['trainable']]
+      mask = np.repeat(np.array(flags, bool), [len(s) for s in segments])
+      ids = np.concatenate([np.zeros(0, np.int32), *segments])
+    except (ValueError, KeyError, TypeError) as error:
+      raise UserError(f'{path}:{number}: is not a trace ({error})') from error
+    if len(ids) < 2:
+      raise UserError(f'{path}:{number}: is not a trace (fewer than two tokens)')
+    yield str(record.get('id', number)), ids, mask
+
+
+def heldout_batches(corpus_dir: str | pathlib.Path, source: str, seq_len: int, batch_size: int,
+                    max_bytes: int | None = None) -> tuple[list[Batch], int]:
+  """Returns batches that cover the held-out files of a source, and their exact size in bytes.
+
+  Every token of every file is the target of exactly one place of weight 1, so that the bits per
+  byte of these files are (sum of weight * negative log-likelihood in nats) / ln 2 / bytes. Files
+  longer than `seq_len` continue in another stretch, whose context begins anew; the end of a file is
+  not predicted. `Corpus.baselines(source, max_bytes)` gives the compressors' figures on the same
+  bytes. The last batch is filled up with rows of padding.
+
+  Args:
+    corpus_dir: a built corpus.
+    source: name of the source.
+    seq_len: S.
+    batch_size: B.
+    max_bytes: use only the first files that fit in it together, at least one; None uses all.
+  """
+  corpus = Corpus(corpus_dir)
+  documents = corpus.documents(source, 'heldout')
+  files = corpus.heldout_files(source, max_bytes)
+  rows = Rows(DocumentSequences(documents.tokens, documents.offsets, corpus.tokenizer.doc_id,
+                                count=len(files)), seq_len, seed=None)
+  padding = Row(*(np.zeros(seq_len, dtype) for dtype in (
+      np.int32, np.int32, np.float32, np.int32, np.int32)))
+  batches = []
+  for start in range(0, len(rows), batch_size):
+    group = [rows[r] for r in range(start, min(start + batch_size, len(rows)))]
+    batches.append(collate(group + [padding] * (batch_size - len(group))))
+  return batches, sum(map(len, files))
+
+
+def collate(rows: Sequence[Row]) -> Batch:
+  """Stacks rows; the denominator is the batch's summed loss weight (1 where that is zero)."""
+  weights = np.stack([row.weights for row in rows])
+  total = np.float32(weights.sum(dtype=np.float64))
+  return Batch(
+      tokens=np.stack([row.tokens for row in rows]),
+      targets=np.stack([row.targets for row in rows]),
+      weights=weights,
+      positions=np.stack([row.positions for row in rows]),
+      segment_ids=np.stack([row.segment_ids for row in rows]),
+      denominator=total if total > 0 else np.float32(1.0))
