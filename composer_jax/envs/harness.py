@@ -149,7 +149,7 @@ class Episode:
       try:
         response = self._sandbox.poll()
       except InfrastructureError as error:
-        self._fail(str(error))
+        self._fail(error)
         break
       if response is None:
         return Status.WAITING
@@ -254,9 +254,9 @@ class Episode:
       self._run = None
       self._completed(stop.value)
     except InfrastructureError as error:
-      self._fail(str(error))
+      self._fail(error)
     except (KeyError, TypeError, ValueError) as error:
-      self._fail(f'malformed response of the sandbox: {error!r}')
+      self._fail(InfrastructureError(f'malformed response of the sandbox: {error!r}'))
 
   def _completed(self, value: object) -> None:
     if self._phase == _Phase.RESET:
@@ -302,20 +302,22 @@ class Episode:
     try:
       self._ticket = self._grader.submit({**final, **kept}, self.task.hidden)
     except InfrastructureError as error:
-      self._fail(str(error))
+      self._fail(error)
 
   def _poll_grader(self) -> None:
     try:
       verdict = self._ticket.poll()
     except InfrastructureError as error:
-      self._fail(str(error))
+      self._fail(error)
       return
     if verdict is not None:
       self._hidden_pass = bool(verdict)
       self._end(StopReason.FINISHED)
 
-  def _fail(self, message: str) -> None:
-    self._end(StopReason.INFRASTRUCTURE, error=message)
+  def _fail(self, error: InfrastructureError) -> None:
+    """Ends without a verdict, unless the agent's own code filled the sandbox's memory."""
+    blamed = getattr(error, 'out_of_memory', False)
+    self._end(StopReason.CRASHED if blamed else StopReason.INFRASTRUCTURE, error=str(error))
 
   def _end(self, stop: StopReason, error: str = '') -> None:
     self._phase = _Phase.DONE

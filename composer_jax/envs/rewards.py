@@ -34,6 +34,8 @@ def failure_class(stop: StopReason, hidden_pass: bool | None) -> FailureClass | 
     return FailureClass.INFRA
   if stop == StopReason.ABORTED:
     return None
+  if stop == StopReason.CRASHED:
+    return FailureClass.AGENT
   if stop != StopReason.FINISHED:
     return FailureClass.BUDGET
   if hidden_pass is None:

@@ -21,6 +21,7 @@ class StopReason(enum.StrEnum):
   MAX_TOKENS = 'max_tokens'  # the episode's token budget is spent
   TURN_CUT = 'turn_cut'  # one turn reached its own token cap before its end token
   CONTEXT_FULL = 'context_full'  # the sampler's context window is full
+  CRASHED = 'crashed'  # the agent's code took all memory of its sandbox: the agent's fault
   ABORTED = 'aborted'  # stopped from outside (shutdown, stale weights): no verdict on the agent
   INFRASTRUCTURE = 'infrastructure'  # sandbox or grader broke: no verdict on the agent
 

@@ -1,7 +1,7 @@
 """Admission: a task is used only when its gold repair passes and doing nothing does not.
 
 The gold passes three times out of three (a flaky task is refused), and the untouched workspace
-fails both a visible and a hidden case, each within the task's time limit (SWE-smith's admission rule).
+fails both a visible and a hidden case, within the task's time limit (SWE-smith's admission rule).
 """
 
 import collections

@@ -1,0 +1,172 @@
+"""Writes expert episodes as training traces: resumable, atomic, the same rows for the same seed."""
+
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from composer_jax.config import fingerprint
+from composer_jax.envs.expert import ExpertConfig, Pool, play, play_all
+from composer_jax.envs.harness import ChatRenderer, Episode, GraderLike
+from composer_jax.envs.types import StopReason, Task
+from composer_jax.errors import InfrastructureError, UserError
+
+_TRIES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceStats:
+  """Summary of `write_traces`.
+
+  Attributes:
+    rows: traces in the file.
+    success: share with reward 1 (the expert must reach 1).
+    tokens: total token count.
+    sampled_tokens: of those, trainable ones.
+    calls: mean tool calls per trace.
+    discarded: episodes repeated because the sandbox or the grader broke.
+  """
+
+  rows: int
+  success: float
+  tokens: int
+  sampled_tokens: int
+  calls: float
+  discarded: int
+
+
+def write_traces(path: str | os.PathLike, tasks: Sequence[Task], pool: Pool, grader: GraderLike,
+                 renderer: ChatRenderer, *, seed: int, count: int, concurrency: int = 8,
+                 config: ExpertConfig | None = None,
+                 on_progress: Callable[[int], None] = lambda rows: None) -> TraceStats:
+  """Writes `count` expert traces as JSON lines, in order; continues what an earlier call began.
+
+  Each row has `index, source` (fingerprint of the arguments), `task_id, level, mutation, reward,
+  stop_reason, calls` and what `data.loader.read_traces` reads: `id`, `segments` (runs of
+  token ids) and `trainable` (one flag a run), the role mask exactly as live (see
+  `ExpertConfig.learn_wrong_edits` for the one exception). The file appears complete or not at
+  all; rows that are done wait in `PATH.partial`. Row i depends on the arguments and i only.
+
+  Args:
+    path: the file to write.
+    tasks: task i % len(tasks) is played for row i.
+    pool: must hold at least `concurrency` sandboxes.
+    grader: decides on the hidden cases.
+    renderer: encodes the conversation.
+    seed: of the expert's own choices.
+    count: rows.
+    concurrency: episodes in flight.
+    config: the expert's behaviour.
+    on_progress: called with the number of rows done.
+
+  Raises:
+    UserError: the file belongs to other arguments.
+    InfrastructureError: the sandbox or the grader broke three times on the same row.
+  """
+  path = pathlib.Path(path)
+  config = config or ExpertConfig()
+  source = fingerprint([seed, count, config, _sample_of(tasks), len(tasks),
+                        renderer.user('x'), renderer.call('read_file')])
+  if path.exists():
+    return _stats(_read(path, source), 0)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  partial = path.with_name(path.name + '.partial')
+  rows = {row['index']: row for row in _read(partial, source)} if partial.exists() else {}
+  _write(partial, rows.values())  # drops the half line that a kill may have left
+  discarded = 0
+  with open(partial, 'a', encoding='utf-8') as stream:
+    todo = [i for i in range(count) if i not in rows]
+    for _ in range(_TRIES):
+      failed = []
+      jobs = ((i, task, play(task, config, random.Random(f'expert/{seed}/{i}')))
+              for i in todo for task in (tasks[i % len(tasks)],))
+      for index, episode in play_all(jobs, pool, grader, renderer, concurrency):
+        if episode.stop == StopReason.INFRASTRUCTURE:
+          failed.append((index, episode.trace().error))
+          continue
+        rows[index] = _row(index, episode, config, source)
+        stream.write(_line(rows[index]))
+        on_progress(len(rows))
+      discarded += len(failed)
+      todo = [index for index, _ in failed]
+  if todo:
+    raise InfrastructureError(f'trace {failed[0][0]} failed {_TRIES} times: {failed[0][1]}')
+  ordered = [rows[i] for i in range(count)]
+  _write(partial, ordered)
+  os.replace(partial, path)
+  return _stats(ordered, discarded)
+
+
+def _sample_of(tasks: Sequence[Task]) -> list[Any]:
+  """Returns what tells one task list from another, without generating all of it."""
+  return [[t.id, t.instruction, t.files] for t in (tasks[0], tasks[len(tasks) - 1])]
+
+
+def _row(index: int, episode: Episode, config: ExpertConfig, source: str) -> dict[str, Any]:
+  trace = episode.trace()
+  mask = [int(t) for t in trace.trainable]
+  if not config.learn_wrong_edits:
+    failing = [i for i, t in enumerate(trace.turns) if t.result and t.result.passed is False]
+    for turn in trace.turns[:failing[-1] if failing else 0]:
+      if turn.call is not None and turn.call.name == 'edit_file':
+        first, last = turn.call_span
+        mask[first:last] = [0] * (last - first)
+  return {'id': f'{trace.task_id}/{index}', 'index': index, 'source': source,
+          'task_id': trace.task_id, 'level': trace.level,
+          'mutation': trace.meta.get('mutation', ''), 'reward': trace.reward,
+          'stop_reason': trace.stop_reason, 'calls': len(trace.turns),
+          **_segments(trace.tokens, mask)}
+
+
+def _segments(tokens: list[int], mask: list[int]) -> dict[str, Any]:
+  segments: list[list[int]] = []
+  trainable: list[bool] = []
+  for flag, run in itertools.groupby(zip(mask, tokens, strict=True), key=lambda pair: pair[0]):
+    segments.append([token for _, token in run])
+    trainable.append(bool(flag))
+  return {'segments': segments, 'trainable': trainable}
+
+
+def _stats(rows: Sequence[dict[str, Any]], discarded: int) -> TraceStats:
+  count = max(len(rows), 1)
+  return TraceStats(
+    rows=len(rows), success=sum(r['reward'] == 1 for r in rows) / count,
+    tokens=sum(len(s) for r in rows for s in r['segments']),
+    sampled_tokens=sum(len(s) for r in rows for s, t in zip(r['segments'], r['trainable'],
+                                                           strict=True) if t),
+    calls=sum(r['calls'] for r in rows) / count, discarded=discarded)
+
+
+def _line(value: dict[str, Any]) -> str:
+  return json.dumps(value, separators=(',', ':')) + '\n'
+
+
+def _write(path: pathlib.Path, rows: Iterable[dict[str, Any]]) -> None:
+  """Writes a whole file through a temporary one."""
+  temporary = path.with_name(path.name + '.tmp')
+  with open(temporary, 'w', encoding='utf-8') as stream:
+    stream.writelines(_line(row) for row in rows)
+    stream.flush()
+    os.fsync(stream.fileno())
+  os.replace(temporary, path)
+
+
+def _read(path: pathlib.Path, source: str) -> list[dict[str, Any]]:
+  """Reads a trace file up to the first incomplete line.
+
+  Raises:
+    UserError: it was written with other arguments.
+  """
+  rows = []
+  with open(path, encoding='utf-8') as stream:
+    for line in stream:
+      if not line.endswith('\n'):
+        break  # a kill in the middle of a write
+      rows.append(json.loads(line))
+  if any(row['source'] != source for row in rows):
+    raise UserError(f'{path}: written with other tasks, seed, tokenizer or settings; remove it')
+  return rows
