@@ -69,20 +69,23 @@ class _Lines(Progress):
     super().__init__(total, description, initial)
     self._file = file
     self._last = -float('inf')
+    self._printed = ''
 
   def show(self) -> None:
     if time.monotonic() - self._last >= LINE_EVERY_S:
       self.line()
 
   def line(self) -> None:
-    """Prints the state now."""
+    """Prints the state now, unless that was the last thing printed."""
     self._last = time.monotonic()
     total = '' if self.total is None else f'/{self.total}'
     left = self.left_s()
     clock = f'{_clock(self.elapsed_s())} gone'
     clock += '' if left is None else f', {_clock(left)} left'
-    print(f'{self.description}: {self.done}{total}  {clock}  {self.text()}'.rstrip(),
-          file=self._file, flush=True)
+    text = f'{self.description}: {self.done}{total}  {clock}  {self.text()}'.rstrip()
+    if text != self._printed:
+      print(text, file=self._file, flush=True)
+      self._printed = text
 
 
 @contextlib.contextmanager

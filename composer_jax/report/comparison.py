@@ -1,13 +1,13 @@
 """The comparison page of a sweep: one table with intervals, and the trials' curves overlaid."""
 
 import dataclasses
+import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 from composer_jax.errors import UserError
-from composer_jax.recipe.workdir import read_json
 from composer_jax.redact import redact
 from composer_jax.report import curves, folder, page, svg, tables
 
@@ -48,12 +48,16 @@ def build(workdir: str | os.PathLike) -> Path:
   """Writes `report.html` of a sweep, as far as its trials have come.
 
   Raises:
-    UserError: the folder holds no sweep.
+    UserError: the folder holds no sweep, or its list of trials is damaged.
   """
   workdir = Path(workdir)
   if not (workdir / SWEEP_FILE).exists():
     raise UserError(f'--workdir={workdir}: holds no sweep (no {SWEEP_FILE})')
-  rows = [_row(workdir, trial) for trial in read_json(workdir / SWEEP_FILE)['trials']]
+  try:
+    trials = json.loads((workdir / SWEEP_FILE).read_text(encoding='utf-8'))['trials']
+  except (ValueError, KeyError) as error:
+    raise UserError(f'{workdir / SWEEP_FILE}: is damaged ({error})') from error
+  rows = [_row(workdir, trial) for trial in trials]
   keys = list(dict.fromkeys(key for row in rows for key in row.overrides))
   text = page.template('sweep.html.j2').render(
       name=workdir.resolve().name, rows=rows, keys=keys,

@@ -57,6 +57,11 @@ def _smoothed(found: list[tuple[str, list[Point]]]) -> list[Series]:
   return series
 
 
+def _means(found: list[tuple[str, list[Point]]]) -> list[Series]:
+  """Draws only the mean over the last `MEAN_STEPS` rows, where there are many lines."""
+  return lines([(name, running_mean(points)) for name, points in found])
+
+
 CHARTS = (
     Spec('Held-out bits per byte', r'(?!gzip|xz)(?:(?:eval|heldout)/)?(.*bits_per_byte.*)',
          'Dashed: what gzip -9 and xz -9 need for the same files.'),
@@ -67,8 +72,14 @@ CHARTS = (
          '|log-prob of the trainer − log-prob of the sampler| of the same token.', log=True),
     Spec('Staleness', r'(staleness\w*|age_\w+)', 'Policy updates between sampling and training.'),
     Spec('KL to the reference', r'((?:reference_)?kl\w*)', 'k1 estimate, placed in the reward.'),
-    Spec('Length', r'(response_tokens|length\w*|tokens_per_(?:episode|rollout|task)|turns\w*'
-         r'|calls(?:_mean|_per_\w+)?)', 'What an episode costs.', make=_smoothed),
+    Spec('Length', r'(response_tokens|length\w*|(?:sampled|tokens|result_tokens)_per_\w+)',
+         'Tokens an episode.', make=_smoothed),
+    Spec('Tool calls', r'(\w+)_per_episode', f'Counts an episode, mean of {MEAN_STEPS} rows.',
+         make=_means),
+    Spec('Reward parts', r'reward/(.+)', f'Mean of {MEAN_STEPS} rows.', make=_means),
+    Spec('Solved, by class of bug', r'success/(.+)', f'Mean of {MEAN_STEPS} rows.', make=_means),
+    Spec('Groups', r'(pass_at_k|finish_rate|zero_signal_fraction)',
+         'Any member right; the agent called finish; all members alike, so nothing to learn.'),
     Spec('Throughput', r'(tokens_per_s|\w+_per_s)', log=True),
     Spec('Gradient norm', r'(grad_norm|gradient_norm)', 'Before clipping.', log=True),
     Spec('Learning rate', r'(lr|learning_rate)'),

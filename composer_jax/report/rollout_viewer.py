@@ -9,7 +9,8 @@ evaluation alike:
    "instruction": str,     what the agent was told
    "files": {path: text},  the workspace it started from
    "reward": float | null, null: no verdict (infrastructure)
-   "reward_parts": {name: float},
+   "correct": float | bool,      the verdict, when `reward` has penalties in it
+   "reward_parts": {name: float}, "advantage": float,
    "stop_reason": str,
    "turns": [
      {"call": str,         the text that the model wrote
@@ -114,10 +115,19 @@ def _pack(line: bytes, stage: str) -> dict[str, Any] | None:
       'task': _text(trace.get('task_id')), 'group': _text(trace.get('group_id')),
       'instruction': _text(trace.get('instruction')),
       'files': {str(path): _cut(_text(text), FILE_CHARS) for path, text in files.items()},
-      'reward': _number(trace.get('reward')),
+      'reward': _number(trace.get('reward')), 'verdict': _verdict(trace),
+      'advantage': _number(trace.get('advantage')), 'label': _text(trace.get('label')),
       'parts': {str(name): _number(value) for name, value in parts.items()},
       'stop': _text(trace.get('stop_reason')),
       'turns': [_pack_turn(turn) for turn in trace['turns'] if isinstance(turn, dict)]}
+
+
+def _verdict(trace: dict[str, Any]) -> str:
+  """Returns `solved`, `failed` or `none`."""
+  value = trace.get('correct', trace.get('reward'))
+  if not isinstance(value, (int, float)):
+    return 'none'
+  return 'solved' if value > 0 else 'failed'
 
 
 def _pack_turn(turn: dict[str, Any]) -> dict[str, Any]:

