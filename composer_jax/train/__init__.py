@@ -1,0 +1,1 @@
+"""Supervised training: optimizer, losses, the pure step, the resumable loop, cpt and sft."""
