@@ -67,6 +67,8 @@ def build(config: CorpusConfig, out_dir: str | pathlib.Path,
                       'delete it')
     return corpus
   _check_names(config, extra_documents)
+  if out_dir.exists() and not _is_empty_folder(out_dir):
+    raise UserError(f'{out_dir}: is not empty and holds no corpus; choose another folder')
   try:
     _build(config, out_dir, extra_documents, tokenizer_samples, fingerprint)
   except OSError as error:
@@ -203,13 +205,7 @@ def _build(config: CorpusConfig, out_dir: pathlib.Path, extra_documents: ExtraDo
   }
   _write(part / 'manifest.json', json.dumps(manifest, indent=1))
   marker.unlink()
-  if out_dir.exists():  # an empty folder, or files that are none of ours: never delete the latter
-    try:
-      out_dir.rmdir()
-    except OSError as error:
-      raise UserError(f'{out_dir}: is not empty and holds no corpus; choose another folder'
-                      ) from error
-  os.replace(part, out_dir)
+  os.replace(part, out_dir)  # also replaces an empty folder, and no other
 
 
 def _collect(config: CorpusConfig, extra_documents: ExtraDocuments,
@@ -296,6 +292,10 @@ def _tokenise(folder: pathlib.Path, texts: sources.Collected,
   entry |= dataclasses.asdict(compression.baselines(files))
   del entry['bytes'], entry['files']  # they stand under `heldout`
   return entry
+
+
+def _is_empty_folder(path: pathlib.Path) -> bool:
+  return path.is_dir() and not any(path.iterdir())
 
 
 def _check_names(config: CorpusConfig, extra_documents: ExtraDocuments) -> None:

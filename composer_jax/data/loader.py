@@ -101,8 +101,8 @@ def trace_loader(traces: str | pathlib.Path | Sequence[str | pathlib.Path], batc
   The ids and the role mask are those of the live run, never a second rendering.
 
   Args:
-    traces: one or more files of `envs.traces.write_traces`; after a header line, a line is
-      `{"index", "tokens": [id, ...], "mask": [0 or 1, ...], ...}`.
+    traces: one or more files of `envs.traces.write_traces`; a line is `{"id", "segments":
+      [[token id, ...], ...], "trainable": [bool, ...], ...}`, one flag a segment.
     batch_size: B, rows of a batch.
     seq_len: S; a trace is never cut.
     seed: packing order, shuffling.
@@ -142,17 +142,17 @@ def read_traces(path: str | pathlib.Path) -> Iterator[tuple[str, np.ndarray, np.
   for number, line in enumerate(lines, 1):
     try:
       record = json.loads(line)
-      if number == 1 and record.keys() == {'fingerprint'}:
-        continue  # the header
-      ids = np.asarray(record['tokens'], np.int32).reshape(-1)
-      mask = np.asarray(record['mask'], bool).reshape(-1)
-      if len(ids) != len(mask):
-        raise ValueError(f'{len(ids)} tokens, {len(mask)} mask values')
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+      segments = [np.asarray(s, np.int32).reshape(-1) for s in record['segments']]
+      flags = [bool(flag) for flag in record['trainable']]
+      if len(flags) != len(segments):
+        raise ValueError(f'{len(segments)} segments, {len(flags)} flags')
+      mask = np.repeat(np.array(flags, bool), [len(s) for s in segments])
+      ids = np.concatenate([np.zeros(0, np.int32), *segments])
+    except (ValueError, KeyError, TypeError) as error:
       raise UserError(f'{path}:{number}: is not a trace ({error})') from error
     if len(ids) < 2:
       raise UserError(f'{path}:{number}: is not a trace (fewer than two tokens)')
-    yield str(record.get('task_id', number)), ids, mask
+    yield str(record.get('id', number)), ids, mask
 
 
 def heldout_batches(corpus_dir: str | pathlib.Path, source: str, seq_len: int, batch_size: int,
