@@ -1,6 +1,7 @@
 """Which package may import which; what must not be imported at import time; no cycles."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,7 @@ def _modules() -> dict[str, Path]:
 MODULES = _modules()
 
 
+@functools.cache
 def _imports(name: str, path: Path, *, top_level: bool) -> set[str]:
   """Absolute names that a module imports; with `top_level`, only what runs at its import."""
   package = name if path.name == '__init__.py' else name.rpartition('.')[0]
@@ -165,7 +167,7 @@ def test_no_cycles_between_modules():
   edges = {name: {t for t in _imports(name, path, top_level=True) if t in MODULES and t != name}
            for name, path in MODULES.items()}
   for name, targets in edges.items():  # a package's __init__ names its own modules
-    targets -= {t for t in targets if name.startswith(t + '.')}
+    targets -= {t for t in list(targets) if name.startswith(t + '.')}
   assert _cycle(edges) == []
 
 

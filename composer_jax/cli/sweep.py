@@ -3,6 +3,7 @@
 from absl import flags
 
 from composer_jax.cli import arguments, config_file
+from composer_jax.config import as_dict
 from composer_jax.errors import UserError
 from composer_jax.sweep import runner, trials
 
@@ -47,8 +48,8 @@ def _overrides(args: arguments.Arguments) -> list[dict]:
   Raises:
     UserError: there is no such function, or it yields something else than dicts.
   """
-  path = args.config_spec.partition(':')[0]
-  module = config_file.load_module(config_file.split(args.config_spec)[0])
+  path = config_file.split(args.config_spec)[0]
+  module = config_file.load_module(path)
   if not hasattr(module, 'get_sweep'):
     raise UserError(f'--config={path}: has no get_sweep()')
   found = list(module.get_sweep())
@@ -62,5 +63,4 @@ def _overrides(args: arguments.Arguments) -> list[dict]:
 def _resolve(config: dict, overrides: dict) -> dict:
   """Applies one trial's overrides and checks the result as `run` would."""
   from composer_jax.recipe import schema
-  changed = config_file.override(config, overrides)
-  return schema.resolve(changed)
+  return as_dict(schema.resolve(config_file.override(config, overrides)))
