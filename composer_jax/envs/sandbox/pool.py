@@ -81,8 +81,10 @@ class SandboxPool:
         emptied = sandbox.poll() is not None
       except SandboxError:
         emptied = False
+      if not sandbox.alive or sandbox.broken:
         self._idle.remove(sandbox)
         self._discard(sandbox)
+        continue
       if emptied:
         self._idle.remove(sandbox)
         return sandbox

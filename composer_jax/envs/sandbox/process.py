@@ -82,7 +82,7 @@ class Sandbox:
     self.id, self._config = identifier, config
     self.broken: str | None = None
     self.calls, self.start_s = 0, None
-    self._out, self._in = b'', bytearray()
+    self._out, self._in = memoryview(b''), bytearray()
     self._awaited = 1  # the server's first word
     self._ready = False
     self._started = time.monotonic()
@@ -133,6 +133,11 @@ class Sandbox:
     """True while a request is unanswered."""
     return self._awaited > (0 if self._ready else 1)
 
+  @property
+  def alive(self) -> bool:
+    """True while bubblewrap runs."""
+    return self._process.poll() is None
+
   def send(self, request: Request) -> None:
     """Sends one request.
 
@@ -144,7 +149,7 @@ class Sandbox:
     if self.busy:
       raise RuntimeError('one request at a time')
     data = json.dumps(request).encode()
-    self._out += len(data).to_bytes(4, 'big') + data
+    self._out = memoryview(len(data).to_bytes(4, 'big') + data)
     self._awaited += 1
     if self._group and request['op'] == 'run_cases':
       self._oom_kills = self._group.oom_kills()

@@ -353,18 +353,19 @@ def _answer(request):
 
 
 def _receive(size):
-  data = b''
-  while len(data) < size:
-    chunk = os.read(0, size - len(data))
-    if not chunk:
+  parts = []
+  while size:
+    part = os.read(0, min(size, 1 << 20))
+    if not part:
       os._exit(0)  # the owner closed the pipe or is gone; process 1 takes the namespace with it
-    data += chunk
-  return data
+    parts.append(part)
+    size -= len(part)
+  return b''.join(parts)
 
 
 def _send(message):
   data = json.dumps(message).encode()
-  data = len(data).to_bytes(4, 'big') + data
+  data = memoryview(len(data).to_bytes(4, 'big') + data)
   while data:
     data = data[os.write(1, data) :]
 

@@ -63,7 +63,7 @@ _SYSCTLS = [
 ]
 
 
-def _explain(failure: str) -> tuple[str, str]:
+def _explain(failure: str, program: str) -> tuple[str, str]:
   """Turns what bubblewrap wrote into (reason, what to do)."""
   for name, forbids, command in _SYSCTLS:
     path = f'/proc/sys/{name}'
@@ -72,6 +72,9 @@ def _explain(failure: str) -> tuple[str, str]:
         value = file.read().strip()
       if value == forbids:
         return f'user namespaces are disabled ({name.replace("/", ".")} = {value})', command
+  if 'PermissionError' in failure or 'execvp' in failure:
+    reason = f'the interpreter or bwrap is closed to other users ({failure})'
+    return reason, f'chmod -R o+rX {sys.base_prefix} {program}'
   if 'namespace' in failure or 'uid map' in failure or 'Operation not permitted' in failure:
     return (
       f'this container or kernel forbids namespaces ({failure})',
@@ -111,7 +114,7 @@ def _probe() -> tuple[Support, Launch | None]:
       return Support(False, 'none', str(error)), None
     weaker = '' if controllers else 'no cgroup may be made here: memory is limited per process only'
     return Support(True, tier, weaker, '', program, 1000 * ready_s), launch
-  return Support(False, 'none', *_explain(failure), programs[0]), None
+  return Support(False, 'none', *_explain(failure, programs[0]), programs[0]), None
 
 
 def check_support() -> Support:
