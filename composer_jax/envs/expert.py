@@ -60,8 +60,8 @@ def play(task: Task, config: ExpertConfig, rng: random.Random) -> Player:
     if (yield 'run_tests') == PASS:
       yield 'finish'
       return
-  for call in repairs(task, files):
-    yield call  # noqa: UP028  results are sent in, which a list cannot take
+  for call in repairs(task, files):  # noqa: UP028  results are sent in; a list cannot take them
+    yield call
   if (yield 'run_tests') == PASS:
     yield 'finish'
 
@@ -90,10 +90,9 @@ def _range_edit(old: Sequence[str], block: list[str], a0: int, a1: int) -> tuple
   """Returns (first, last, text) replacing old[a0:a1] by `block`, in the tool's terms."""
   if a0 == a1 and a0 > 0:  # an insertion carries the line before it along
     a0, block = a0 - 1, [old[a0 - 1], *block]
-  while block and not block[-1].strip() and a1 < len(old):  # a call loses trailing blank lines
-    block = [*block, old[a1]]
-    a1 += 1
-  return a0 + 1, max(a1, a0 + 1), '\n'.join(block)
+  elif a0 == a1 and old:
+    a1, block = 1, [*block, old[0]]
+  return a0 + 1, max(a1, a0 + 1), ''.join(line + '\n' for line in block)
 
 
 def _same_indent(old: str, new: str) -> bool:

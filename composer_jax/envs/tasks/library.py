@@ -138,8 +138,8 @@ def cases(module: str, templates: Sequence[str], count: int, rng: random.Random)
 
 
 def _expected(module: str, expr: str) -> str:
-  scope = dict(vars(sys.modules[module]))
-  scope[module.rpartition('.')[2]] = sys.modules[module]
+  # As in the sandbox: the module under its own name, then its names, which win.
+  scope = {module.rpartition('.')[2]: sys.modules[module], **vars(sys.modules[module])}
   try:
     return safe_repr(eval(expr, scope))
   except Exception as error:  # noqa: BLE001  whatever the original raises is the expected outcome

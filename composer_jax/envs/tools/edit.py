@@ -15,7 +15,8 @@ def apply_edit(text: str, first: int, last: int, new: str, *, verbatim: bool = F
     first: first line; one past the end appends.
     last: last line.
     new: new content. A single line that replaces a single line keeps the old indentation and loses
-      its own, so that a small model need not count spaces; anything else is taken as it is.
+      its own, so that a small model need not count spaces, and a blank one deletes; anything else
+      is taken as it is.
     verbatim: take `new` as it is in any case.
 
   Returns:
@@ -24,9 +25,10 @@ def apply_edit(text: str, first: int, last: int, new: str, *, verbatim: bool = F
   lines = split_lines(text)
   if first > len(lines) + 1 or last > max(len(lines), first):
     return None
-  if first <= len(lines) and first == last and '\n' not in new and not verbatim and new.strip():
-    old = lines[first - 1]
-    new = old[:len(old) - len(old.lstrip())] + new.strip()
-  replacement = split_lines(new) if new.strip() else []
+  replacement = split_lines(new)
+  if first == last and len(replacement) <= 1 and not verbatim:
+    old = lines[first - 1] if first <= len(lines) else ''
+    indent = old[:len(old) - len(old.lstrip())]
+    replacement = [indent + new.strip()] if new.strip() else []
   lines[first - 1:last] = replacement
   return ''.join(line + '\n' for line in lines)

@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 from composer_jax.envs.types import Call, CallErrorClass
 
-_CALL = re.compile(r'\s*([A-Za-z_][A-Za-z0-9_]{0,63})(?:[ \t]+(.*))?\Z', re.DOTALL)
+_CALL = re.compile(r'\s*([A-Za-z_][A-Za-z0-9_]{0,63})(?:[ \t]+(.*)|\s*)\Z', re.DOTALL)
 _LINES = re.compile(r'([0-9]{1,6})(?:-([0-9]{1,6}))?\Z')
 _PATH = re.compile(r'[A-Za-z0-9_.\-]+(?:/[A-Za-z0-9_.\-]+)*\Z')
 
@@ -42,7 +42,7 @@ def parse(text: str, tools: Collection[str], entry: str) -> Call:
   Returns:
     A call; when it cannot be carried out, one whose `error` and `message` say why.
   """
-  match = _CALL.match(text.rstrip())
+  match = _CALL.match(text)
   if match is None:
     return Call('', error=CallErrorClass.UNKNOWN_TOOL, message='unknown tool')
   name, rest = match.group(1), match.group(2) or ''
