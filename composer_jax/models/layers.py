@@ -1,4 +1,4 @@
-"""Parameter declaration shared by all modules, RMSNorm, SwiGLU and the embedding table.
+"""Parameter declaration shared by all modules, RMSNorm, linear maps and SwiGLU.
 
 Modules are Flax NNX classes that only declare parameters and wire sub-modules. `initial`, `bind`
 and `axes` are the bridge to the functional outside: parameters live in nested dicts of arrays, and
@@ -12,15 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from composer_jax.models import config as config_lib
 from composer_jax.sharding import rules
-
-# Largest vocabulary for which the embedding's gradient is a one-hot GEMM; a scatter-add is slower
-# below it on CPU (our choice, measured at V = 512).
-_ONE_HOT_VOCABULARY = 2048
-
 
 class SelectionBias(nnx.Variable):
   """A variable that the optimizer never sees (updated by `balance.update_selection_bias`)."""
@@ -52,6 +47,16 @@ def swiglu(gate_up: Float[Array, '... F2']) -> Float[Array, '... F']:
   return jax.nn.silu(gate) * up
 
 
+def linear(x: Float[Array, '... D'], weight: Float[Array, 'D *out']) -> Float[Array, '...']:
+  """Returns `x @ weight` for a weight with any number of output axes.
+
+  Both sides become matrices first: with leading batch axes XLA:CPU transposes them for the
+  gradient, which then costs twice as much.
+  """
+  flat = x.reshape(-1, x.shape[-1]) @ weight.reshape(weight.shape[0], -1)
+  return flat.reshape(*x.shape[:-1], *weight.shape[1:])
+
+
 class Mlp(nnx.Module):
   """SwiGLU feed-forward: `down(silu(gate(x)) * up(x))`."""
 
@@ -60,33 +65,7 @@ class Mlp(nnx.Module):
     self.down = matrix(config, (width, config.hidden_size), ('ffn', 'embed'))
 
   def __call__(self, x: Float[Array, '... D']) -> Float[Array, '... D']:
-    return swiglu(x @ self.gate_up[...]) @ self.down[...]
-
-
-def embed(table: Float[Array, 'V D'], tokens: Int[Array, 'B S']) -> Float[Array, 'B S D']:
-  """Looks tokens up; a small table's gradient is a GEMM with the one-hot matrix."""
-  if table.shape[0] <= _ONE_HOT_VOCABULARY:
-    return _embed_small(table, tokens)
-  return jnp.take(table, tokens, axis=0, mode='clip')
-
-
-@jax.custom_vjp
-def _embed_small(table: jax.Array, tokens: jax.Array) -> jax.Array:
-  return jnp.take(table, tokens, axis=0, mode='clip')
-
-
-def _embed_small_forward(table, tokens):
-  return _embed_small(table, tokens), (tokens, table.shape[0])
-
-
-def _embed_small_backward(residual, gradient):
-  tokens, vocabulary = residual
-  one_hot = jax.nn.one_hot(tokens.reshape(-1), vocabulary, dtype=gradient.dtype)
-  flat = gradient.reshape(-1, gradient.shape[-1])
-  return jax.lax.dot_general(one_hot, flat, (((0,), (0,)), ((), ()))), None
-
-
-_embed_small.defvjp(_embed_small_forward, _embed_small_backward)
+    return linear(swiglu(linear(x, self.gate_up[...])), self.down[...])
 
 
 def initial(cls: type[nnx.Module], config: config_lib.ModelConfig, key: jax.Array,

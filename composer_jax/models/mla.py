@@ -44,10 +44,8 @@ class Attention(nnx.Module):
     """Returns the position-free and the rotated part of every head's query, softmax-scaled."""
     c = self.config
     if c.q_lora_rank:
-      x = layers.rms_norm(x @ self.q_a[...], self.q_norm[...], c.rms_norm_eps)
-    weight = (self.q_b if c.q_lora_rank else self.q)[...]
-    q = (x @ weight.reshape(weight.shape[0], -1)).reshape(*x.shape[:-1], *weight.shape[1:])
-    q = q * rope.softmax_scale(c)
+      x = layers.rms_norm(layers.linear(x, self.q_a[...]), self.q_norm[...], c.rms_norm_eps)
+    q = layers.linear(x, (self.q_b if c.q_lora_rank else self.q)[...]) * rope.softmax_scale(c)
     nope, rotary = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
     return nope, rope.rotate(rotary, cos[:, :, None, :], sin[:, :, None, :])
 
@@ -55,7 +53,7 @@ class Attention(nnx.Module):
               sin: Float[Array, 'B S R2']) -> Float[Array, 'B S C+R']:
     """Returns what the cache keeps: the normalised latent and, after it, the rotated shared key."""
     c = self.config
-    latent, rotary = jnp.split(x @ self.kv_a[...], [c.kv_lora_rank], axis=-1)
+    latent, rotary = jnp.split(layers.linear(x, self.kv_a[...]), [c.kv_lora_rank], axis=-1)
     latent = layers.rms_norm(latent, self.kv_norm[...], c.rms_norm_eps)
     return jnp.concatenate([latent, rope.rotate(rotary, cos, sin)], axis=-1)
 
@@ -65,7 +63,7 @@ class Attention(nnx.Module):
     c = self.config
     nope, rotary = self.queries(x, cos, sin)
     latent, shared = jnp.split(self.latents(x, cos, sin), [c.kv_lora_rank], axis=-1)
-    kv = jnp.einsum('bsc,chn->bshn', latent, self.kv_b[...])
+    kv = layers.linear(latent, self.kv_b[...])
     keys, values = jnp.split(kv, [c.qk_nope_head_dim], axis=-1)
     shared = jnp.broadcast_to(shared[:, :, None, :], (*keys.shape[:3], shared.shape[-1]))
     logits = jnp.einsum('bshd,bthd->bhst', jnp.concatenate([nope, rotary], axis=-1),
@@ -108,7 +106,7 @@ class Attention(nnx.Module):
 
   def _project(self, out: Float[Array, 'B S H V']) -> Float[Array, 'B S D']:
     weight = self.o[...]
-    return out.reshape(*out.shape[:2], -1) @ weight.reshape(-1, weight.shape[-1])
+    return layers.linear(out.reshape(*out.shape[:2], -1), weight.reshape(-1, weight.shape[-1]))
 
 
 def _softmax(logits: Float[Array, 'B H S T'], mask: Bool[Array, 'B 1 S T']

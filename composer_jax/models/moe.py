@@ -41,20 +41,23 @@ class Moe(nnx.Module):
     """Returns the layer's output and the routing; padding tokens get the shared expert only."""
     choice = self.router(x, valid, **replay)
     if choose_impl(self.config) == 'dense':
-      y = self._dense(x, choice)
-    else:
-      y = self._grouped(x, choice, valid)
-    if self.config.n_shared_experts:
-      y += self.shared(x)
-    return y, choice
+      return self._dense(x, choice), choice
+    y = self._grouped(x, choice, valid)
+    return (y + self.shared(x) if self.config.n_shared_experts else y), choice
 
   def _dense(self, x, choice):
-    """Every expert on every token: two GEMMs with the gate applied to the hidden values between."""
-    e, d, f2 = self.experts_gate_up[...].shape
-    weight = jnp.swapaxes(self.experts_gate_up[...], 0, 1).reshape(d, e * f2)
-    hidden = layers.swiglu((x @ weight).reshape(-1, e, f2))
-    hidden *= choice.weights.astype(x.dtype)[:, :, None]
-    return hidden.reshape(-1, e * f2 // 2) @ self.experts_down[...].reshape(e * f2 // 2, d)
+    """Every expert, shared ones too, on every token: a GEMM, the gate weights, a GEMM back."""
+    gate_up, down, weights = self.experts_gate_up[...], self.experts_down[...], choice.weights
+    e, d, f = gate_up.shape[0], x.shape[-1], down.shape[1]
+    if n := self.config.n_shared_experts:
+      shared = jnp.moveaxis(self.shared.gate_up[...].reshape(d, 2, n, f), 2, 0)
+      gate_up = jnp.concatenate([gate_up, shared.reshape(n, d, 2 * f)])
+      down = jnp.concatenate([down, self.shared.down[...].reshape(n, f, d)])
+      weights = jnp.concatenate([weights, jnp.ones((x.shape[0], n), weights.dtype)], axis=1)
+      e += n
+    hidden = x @ jnp.swapaxes(gate_up, 0, 1).reshape(d, -1)
+    hidden = layers.swiglu(hidden.reshape(-1, e, 2 * f)) * weights.astype(x.dtype)[:, :, None]
+    return hidden.reshape(-1, e * f) @ down.reshape(e * f, d)
 
   def _grouped(self, x, choice, valid):
     """Rows sorted by expert, padding last, and one grouped GEMM each way."""

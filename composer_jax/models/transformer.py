@@ -113,7 +113,7 @@ class Mtp(nnx.Module):
     eps = self.config.rms_norm_eps
     joined = jnp.concatenate([layers.rms_norm(hidden, self.hidden_norm[...], eps),
                               layers.rms_norm(following, self.embed_norm[...], eps)], axis=-1)
-    x, _, choice = self.block(joined @ self.project[...], context)
+    x, _, choice = self.block(layers.linear(joined, self.project[...]), context)
     return layers.rms_norm(x, self.norm[...], eps), choice
 
 
@@ -171,7 +171,7 @@ def head(config: config_lib.ModelConfig, params: Params, hidden: Float[Array, '.
          ) -> Float[Array, '... V']:
   """Returns logits in float32 of normalised hidden states."""
   weight = params['embed'].T if config.tie_word_embeddings else params['head']
-  return jnp.matmul(hidden, weight, preferred_element_type=jnp.float32)
+  return layers.linear(hidden, weight).astype(jnp.float32)
 
 
 def forward(config: config_lib.ModelConfig, params: Params, tokens: Int[Array, 'B S'], *,
@@ -209,7 +209,7 @@ def forward(config: config_lib.ModelConfig, params: Params, tokens: Int[Array, '
     positions = (jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if cache is None
                  else jnp.maximum(cache_lib.places(cache, valid), 0))
   context = _context(config, positions, segment_ids, cache)
-  x = layers.embed(params['embed'], tokens)
+  x = jnp.take(params['embed'], tokens, axis=0, mode='clip')
   x, new, choices = _run_stacks(config, params, x, context, cache, routing)
   hidden = layers.rms_norm(x, params['norm'], config.rms_norm_eps)
   counts, mtp_hidden, mtp_mask = choices['counts'], None, None
@@ -303,6 +303,6 @@ def _run_mtp(config, params, hidden, tokens, segment_ids, context):
   same = jnp.concatenate([segment_ids[:, 1:], pad], axis=1) == segment_ids
   mask = same & context.valid
   module = layers.bind(Mtp, config, params['mtp'])
-  out, choice = module(hidden, layers.embed(params['embed'], following),
+  out, choice = module(hidden, jnp.take(params['embed'], following, axis=0, mode='clip'),
                        dataclasses.replace(context, valid=mask))
   return out, mask, choice.counts
