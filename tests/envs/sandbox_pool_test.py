@@ -101,9 +101,14 @@ def test_nothing_outlives_its_owner(end):
     owner.wait(30)
     owner.stdout.close()
   wait_until_gone(processes)
-  controllers = cgroup.detect()  # sweeps what a killed owner could not remove
-  prefix = f'composer-jax.{owner.pid}.'
-  assert not [n for c in controllers for n in os.listdir(c.parent) if n.startswith(prefix)]
+  prefix, deadline = f'composer-jax.{owner.pid}.', time.monotonic() + 10
+  while True:
+    controllers = cgroup.detect()  # sweeps what a killed owner could not remove
+    left = [n for c in controllers for n in os.listdir(c.parent) if n.startswith(prefix)]
+    if not left:
+      break
+    assert time.monotonic() < deadline, left  # the kernel frees a dead process a little later
+    time.sleep(0.05)
 
 
 def test_sandboxes_outlive_the_thread_that_made_them():
@@ -120,8 +125,7 @@ def test_sandboxes_outlive_the_thread_that_made_them():
 def test_pool_reuses_replaces_and_is_bounded():
   with SandboxPool(2) as pool:
     first, second = pool.acquire(), pool.acquire()
-    with pytest.raises(RuntimeError, match='in use'):
-      pool.acquire()
+    assert pool.available == 0 and pool.acquire() is None
     first.call({'op': 'reset', 'files': {'secret': 'x'}})
     pool.release(first)
     again = pool.acquire()

@@ -58,15 +58,16 @@ class SandboxPool:
     """How many more sandboxes may be acquired now."""
     return self.size - len(self._used)
 
-  def acquire(self) -> Sandbox:
-    """Returns a sandbox that nobody else uses, empty. It may still be starting: `send` anyway.
+  def acquire(self) -> Sandbox | None:
+    """Returns a sandbox that nobody else uses, empty; None while all are in use.
+
+    It may still be starting: `send` anyway.
 
     Raises:
       SandboxError: a new sandbox could not be started.
-      RuntimeError: all are in use; look at `available` first.
     """
     if not self.available:
-      raise RuntimeError(f'all {self.size} sandboxes are in use')
+      return None
     sandbox = self._clean()
     if sandbox is None:
       sandbox = Sandbox(next(self._numbers), self._spec, self.config, self._launch.controllers)
