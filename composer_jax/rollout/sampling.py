@@ -18,17 +18,18 @@ def session_key(seed: int, session_id: str) -> UInt32[np.ndarray, '2']:
   return np.frombuffer(digest[:8], dtype='<u4').copy()
 
 
-def log_softmax(logits: Float[Array, '*n V'], temperature: float) -> Float[Array, '*n V']:
-  """Returns float32 log-probabilities at `temperature`; 0 means greedy and is scored at 1."""
-  scale = 1.0 if temperature == 0 else 1.0 / temperature
-  return jax.nn.log_softmax(logits.astype(jnp.float32) * scale, axis=-1)
+def log_softmax(logits: Float[Array, '*n V'], temperature: Float[Array, ''] | float
+                ) -> Float[Array, '*n V']:
+  """Returns float32 log-probabilities at a temperature above 0."""
+  return jax.nn.log_softmax(logits.astype(jnp.float32) / temperature, axis=-1)
 
 
 def sample(
     logits: Float[Array, 'N V'],
     keys: UInt32[Array, 'N 2'],
     positions: Int[Array, 'N'],
-    temperature: float,
+    temperature: Float[Array, ''] | float,
+    greedy: bool = False,
 ) -> tuple[Int[Array, 'N'], Float[Array, 'N']]:
   """Draws one token per row by inverting the cumulative distribution.
 
@@ -42,13 +43,15 @@ def sample(
     logits: scores of the next token.
     keys: raw keys from `session_key`.
     positions: index, in its sequence, of the token to be drawn.
-    temperature: divides the logits; 0 takes the arg-max.
+    temperature: divides the logits, above 0; may be traced, so that another one needs no
+      compilation.
+    greedy: take the arg-max instead, and score it at `temperature`.
 
   Returns:
     The tokens (int32) and their log-probabilities (float32).
   """
   logprobs = log_softmax(logits, temperature)
-  if temperature == 0:
+  if greedy:
     tokens = jnp.argmax(logprobs, axis=-1).astype(jnp.int32)
   else:
     uniform = jax.vmap(_uniform)(keys, positions)

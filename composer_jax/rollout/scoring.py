@@ -13,7 +13,7 @@ from composer_jax.models.router import Routing
 from composer_jax.rollout import sampling
 
 
-@functools.partial(jax.jit, static_argnames=('model_config', 'temperature'))
+@functools.partial(jax.jit, static_argnames='model_config')
 def score(
     model_config: ModelConfig,
     params: dict,
@@ -31,7 +31,7 @@ def score(
     model_config: the model.
     params: its parameters.
     batch: rows `[B, S]`; tokens, targets, positions and segment ids are read.
-    temperature: divides the logits.
+    temperature: divides the logits, above 0.
     routing: expert ids to replay instead of the router's choice.
   """
   out = transformer.forward(

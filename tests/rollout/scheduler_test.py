@@ -211,7 +211,7 @@ def test_slots_in_mid_turn_continue_while_others_wait(scripted_session):
   assert [s.id for s, _ in done] == ['long']
   assert len(patient.turns) == 1 and patient.aborted is None
   scheduler.close()
-  rollout = dict((s.id, r) for s, r in done)['patient']
+  rollout = {s.id: r for s, r in done}['patient']
   assert rollout.aborted == 'shutdown' == patient.aborted
   assert rollout.waiting_s > 0
   values = scheduler.metrics()
