@@ -13,12 +13,10 @@ from composer_jax.report import curves, folder, page, svg, tables
 
 SWEEP_FILE = 'sweep.json'
 
-# Metrics that are worth an overlay, by full match; the first of a stage's names wins.
-OVERLAYS = (('loss', r'loss'), ('held-out bits per byte', r'(?!gzip|xz).*bits_per_byte.*'),
-            ('reward', r'reward(?:_mean)?|correct(?:_mean)?|solved(?:_fraction)?'),
-            ('length', r'response_tokens|length\w*|tokens_per_(?:episode|rollout|task)'),
-            ('entropy', r'entropy'))
-SMOOTHED = ('reward', 'length')
+# Metrics that are worth an overlay, by full match.
+OVERLAYS = (r'loss', r'eval/(.*bits_per_byte.*)', r'(reward)_mean', r'(solved)_fraction',
+            r'(tokens)_per_episode', r'entropy', r'eval/(pass_at_1)')
+SMOOTHED = ('reward', 'solved', 'tokens')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,20 +77,25 @@ def overlays(rows: list[Row]) -> list[curves.Chart]:
   names = dict.fromkeys(stage.name for row in started for stage in row.run.stages if stage.rows)
   charts = []
   for stage_name in names:
-    for title, pattern in OVERLAYS:
+    for title, metric in _overlaid(started, stage_name):
       series = []
       for row in started:
         stage = row.run.stage(stage_name)
-        names_here = stage.names() if stage else []
-        metric = next((n for n in names_here if re.fullmatch(pattern, n)), None)
-        if metric:
-          points = stage.series(metric)
+        points = stage.series(metric) if stage else []
+        if points:
           points = curves.running_mean(points) if title in SMOOTHED else points
           series.append(svg.Series(label(row), points, 'line', rows.index(row)))
-      if series:
-        note = f'Mean of {curves.MEAN_STEPS} rows.' if title in SMOOTHED else ''
-        charts.append(curves.chart(f'{stage_name}: {title}', series, note))
+      note = f'Mean of {curves.MEAN_STEPS} rows.' if title in SMOOTHED else ''
+      charts.append(curves.chart(f'{stage_name}: {title}', series, note))
   return charts
+
+
+def _overlaid(rows: list[Row], stage_name: str) -> list[tuple[str, str]]:
+  """Returns (title, metric) of what the trials' stages have of `OVERLAYS`."""
+  stages = [row.run.stage(stage_name) for row in rows]
+  names = dict.fromkeys(name for stage in stages if stage for name in stage.names())
+  return [(match.group(match.lastindex or 0), name) for pattern in OVERLAYS for name in names
+          if (match := re.fullmatch(pattern, name))]
 
 
 def forest(rows: list[Row]) -> curves.Chart | None:

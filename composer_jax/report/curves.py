@@ -35,7 +35,7 @@ class Spec:
 
   Attributes:
     title: heading.
-    pattern: full match on metric names; group 1, when there, is the legend's name.
+    pattern: full match on metric names; the group that matched is the legend's name.
     note: see `Chart`.
     log: logarithmic vertical axis, when the values allow it.
     make: from the matching (legend name, points) to series; plain lines by default.
@@ -63,8 +63,9 @@ def _means(found: list[tuple[str, list[Point]]]) -> list[Series]:
 
 
 CHARTS = (
-    Spec('Held-out bits per byte', r'(?!gzip|xz)(?:(?:eval|heldout)/)?(.*bits_per_byte.*)',
-         'Dashed: what gzip -9 and xz -9 need for the same files.'),
+    Spec('Held-out bits per byte', r'(?:(?:eval|heldout)/)?'
+         r'(?:bits_per_byte/(.+)|(?!gzip|xz)(.+)/bits_per_byte|(bits_per_byte))',
+         'Long dashes: gzip -9, short dashes: xz -9, on the same files.'),
     Spec('Loss', r'(loss|(?:train/|main_|mtp_|lm_)\w*(?:loss)?)',
          'Mean over the trained tokens since the row before.'),
     Spec('Entropy', r'(?:policy_)?(entropy(?:_mean)?)', 'Nats a sampled token.'),
@@ -90,12 +91,13 @@ _REWARD = re.compile(r'(reward(?:_mean)?|correct(?:_mean)?|solved(?:_fraction)?)
 _HELDOUT = re.compile(r'(?:eval|heldout)/(pass_at_1|pass@1|reward)')
 
 
-def charts(stage: Stage, compression: dict[str, float]) -> tuple[list[Chart], list[Chart]]:
+def charts(stage: Stage, compression: dict[tuple[str, str], float]
+           ) -> tuple[list[Chart], list[Chart]]:
   """Returns the charts of a stage and, apart, one for each metric that no chart claims.
 
   Args:
     stage: the stage.
-    compression: name -> bits per byte of other compressors on the same held-out files.
+    compression: (source, tool) -> bits per byte of other compressors on the held-out files.
   """
   names = stage.names()
   first, used = [], set()
@@ -104,7 +106,7 @@ def charts(stage: Stage, compression: dict[str, float]) -> tuple[list[Chart], li
     first.append(reward[0])
     used |= reward[1]
   for spec in CHARTS:
-    matched = [(m.group(1) or name, name) for name in names
+    matched = [(m.group(m.lastindex or 0), name) for name in names
                if name not in used and (m := re.fullmatch(spec.pattern, name))]
     if not matched:
       continue
@@ -112,7 +114,7 @@ def charts(stage: Stage, compression: dict[str, float]) -> tuple[list[Chart], li
     found = [(label, stage.series(name)) for label, name in matched]
     series = spec.make(found) if spec.make else lines(found)
     if spec.title.startswith('Held-out'):
-      series += _references(compression, stage, len(found))
+      series += _references(compression, stage, [label for label, _ in found])
     first.append(chart(spec.title, series, spec.note, log=spec.log))
   rest = [chart(name, [Series(name, stage.series(name))]) for name in names if name not in used]
   return first, rest
@@ -162,8 +164,11 @@ def _reward_chart(stage: Stage, names: list[str]) -> tuple[Chart, set[str]] | No
   return (chart('Reward', series, note), {*raw, *held, 'eval/ci95_lo', 'eval/ci95_hi'})
 
 
-def _references(compression: dict[str, float], stage: Stage, colour: int) -> list[Series]:
-  """Returns dashed horizontal lines over the steps of the stage."""
+def _references(compression: dict[tuple[str, str], float], stage: Stage, sources: list[str]
+                ) -> list[Series]:
+  """Returns dashed horizontal lines over the steps of the stage, in the colour of their source."""
   low, high = stage.rows[0]['step'], stage.rows[-1]['step']
-  return [Series(name, [(low, value), (high, value)], 'dash', colour + number)
-          for number, (name, value) in enumerate(sorted(compression.items()))]
+  return [Series(f'{tool} {source}'.strip(), [(low, value), (high, value)],
+                 'dash' if tool == 'gzip' else 'short',
+                 sources.index(source) if source in sources else len(sources))
+          for (source, tool), value in sorted(compression.items())]

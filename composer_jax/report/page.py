@@ -27,11 +27,11 @@ def build(workdir: str | os.PathLike) -> Path:
   """
   run = folder.read_run(Path(workdir))
   evals = tables.evals(run)
-  traces, totals, bad = rollout_viewer.collect(
-      [(stage.name, stage.path / 'traces.jsonl') for stage in run.stages])
+  traces, totals, bad = rollout_viewer.collect(rollout_viewer.sources(
+      [(stage.name, stage.path) for stage in run.stages], run.path / 'data' / 'tokenizer.json'))
   warnings = list(run.warnings)
   if bad:
-    warnings.append(f'{bad} lines of traces.jsonl are no traces')
+    warnings.append(f'{bad} lines that should be rollouts')
   text = template('page.html.j2').render(
       run=run, name=run.path.resolve().name, tiles=tiles(run, evals), evals=evals,
       movement=tables.movement(evals[0], evals[-1]) if len(evals) > 1 else None,

@@ -1,10 +1,10 @@
 """Chooses the rollouts that the page shows and packs them for its viewer.
 
-`stages/STAGE/traces.jsonl` holds one JSON object a line, written by SFT data generation, RL and
-evaluation alike:
+`stages/STAGE/traces.jsonl` holds one JSON object a line, written by RL and evaluation alike (what
+SFT trains on is read by `demonstrations`):
 
   {"id": str,              unique within the run
-   "stage": str, "step": int (policy version or optimizer step at which it was finished; 0 for SFT),
+   "stage": str, "step": int (policy version or optimizer step at which it was finished),
    "task_id": str, "group_id": str,
    "instruction": str,     what the agent was told
    "files": {path: text},  the workspace it started from
@@ -27,9 +27,14 @@ an agent or a tool: it reaches the page as JSON text without `<`, and the viewer
 nodes only.
 """
 
+import dataclasses
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from composer_jax.report import demonstrations
 
 BUDGET_BYTES = 2_500_000  # of all traces on a page
 PER_STAGE = 60
@@ -38,34 +43,61 @@ RESULT_CHARS = 4_000
 MAX_TOKENS = 4_000
 
 
-def collect(stages: list[tuple[str, Path]], budget: int = BUDGET_BYTES
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """A file of traces.
+
+  Attributes:
+    stage: the stage that wrote it.
+    path: the file.
+    parse: from a line to a trace, or None when the line is no trace.
+  """
+
+  stage: str
+  path: Path
+  parse: Callable[[bytes], dict[str, Any] | None]
+
+
+def sources(stages: list[tuple[str, Path]], tokenizer_file: Path) -> list[Source]:
+  """Returns the files of traces that the stages (name, folder) have."""
+  found = []
+  for name, path in stages:
+    if (path / 'traces.jsonl').exists():
+      found.append(Source(name, path / 'traces.jsonl', _parse))
+    elif (path / 'demonstrations.jsonl').exists():
+      read = demonstrations.reader(tokenizer_file)
+      found.append(Source(name, path / 'demonstrations.jsonl', functools.partial(_converted, read)))
+  return found
+
+
+def collect(files: list[Source], budget: int = BUDGET_BYTES
             ) -> tuple[list[dict[str, Any]], dict[str, int], int]:
   """Returns packed traces spread evenly over each stage's file.
 
   Args:
-    stages: (stage name, traces file); files that do not exist are passed over.
+    files: where the traces are.
     budget: bytes of JSON for all of them.
 
   Returns:
     The traces, how many each stage has in all, and the number of lines that are no trace.
   """
-  present = [(name, path) for name, path in stages if path.exists()]
   packed, totals, bad = [], {}, 0
-  for name, path in present:
-    room = budget // len(present)
-    spans = _line_spans(path)
-    totals[name] = len(spans)
-    with path.open('rb') as file:
+  for source in files:
+    room = budget // len(files)
+    spans = _line_spans(source.path)
+    totals[source.stage] = len(spans)
+    with source.path.open('rb') as file:
       for start, size in _spread(spans, PER_STAGE):
         file.seek(start)
-        trace = _pack(file.read(size), name)
+        trace = source.parse(file.read(size))
         if trace is None:
           bad += 1
           continue
-        room -= len(json.dumps(trace))
+        packed_trace = _pack(trace, source.stage)
+        room -= len(json.dumps(packed_trace))
         if room < 0:
           break
-        packed.append(trace)
+        packed.append(packed_trace)
   return packed, totals, bad
 
 
@@ -100,14 +132,24 @@ def _bit_reversed(index: int) -> int:
   return int(f'{index:016b}'[::-1], 2)
 
 
-def _pack(line: bytes, stage: str) -> dict[str, Any] | None:
-  """Turns one line into the viewer's compact form; None when it is no trace."""
+def _parse(line: bytes) -> dict[str, Any] | None:
+  """Returns the trace of one line, None when it is none."""
   try:
     trace = json.loads(line)
   except ValueError:
     return None
-  if not isinstance(trace, dict) or not isinstance(trace.get('turns'), list):
-    return None
+  fine = isinstance(trace, dict) and isinstance(trace.get('turns'), list)
+  return trace if fine else None
+
+
+def _converted(read: Callable[[dict[str, Any]], dict[str, Any]], line: bytes
+               ) -> dict[str, Any] | None:
+  row = demonstrations.parse(line)
+  return None if row is None else read(row)
+
+
+def _pack(trace: dict[str, Any], stage: str) -> dict[str, Any]:
+  """Turns a trace into the viewer's compact form."""
   files = trace.get('files') if isinstance(trace.get('files'), dict) else {}
   parts = trace.get('reward_parts') if isinstance(trace.get('reward_parts'), dict) else {}
   return {

@@ -20,8 +20,8 @@ class Series:
   Attributes:
     name: shown in the legend.
     points: (x, y); values that are not finite leave a gap.
-    style: `line`, `faint` (raw values behind a mean), `dash` (reference), `dots` (joined) or
-      `marks` (dots that are not joined).
+    style: `line`, `faint` (raw values behind a mean), `dash` and `short` (references), `dots`
+      (joined) or `marks` (dots that are not joined).
     colour: index of a colour class.
     bars: interval of each point as (low, high), or empty.
   """

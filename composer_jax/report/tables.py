@@ -98,29 +98,28 @@ def stage_rows(run: Run) -> list[dict[str, Any]]:
   return rows
 
 
-def compression(run: Run, stage: Stage) -> dict[str, float]:
-  """Returns name -> bits per byte of gzip and xz on the held-out files of a stage.
+def compression(run: Run, stage: Stage) -> dict[tuple[str, str], float]:
+  """Returns (source, tool) -> bits per byte of gzip and xz on the held-out files of a stage.
 
-  They come from the corpus manifest, one a source, or else from the stage's own results.
+  They come from the stage's own results when it has finished, else from the corpus manifest.
   """
-  found: dict[str, float] = {}
-  _collect_compression(run.manifest, '', found)
+  found: dict[tuple[str, str], float] = {}
+  _collect_compression(run.results.get('stages', {}).get(stage.name, {}) | stage.summary, '', found)
   if not found:
-    results = run.results.get('stages', {}).get(stage.name, {}) | stage.summary
-    found = {tool: results[f'{tool}_bits_per_byte'] for tool in ('gzip', 'xz')
-             if isinstance(results.get(f'{tool}_bits_per_byte'), (int, float))}
-  return found
+    _collect_compression(run.manifest, '', found)
+  of_sources = {key: value for key, value in found.items() if key[0]}
+  return of_sources or found
 
 
-def _collect_compression(value: Any, source: str, found: dict[str, float]) -> None:
-  if not isinstance(value, dict):
-    return
+def _collect_compression(value: dict[str, Any], source: str,
+                         found: dict[tuple[str, str], float]) -> None:
+  """Looks for `TOOL_bits_per_byte`, directly or one level per source down."""
   for key, item in value.items():
     tool = next((t for t in ('gzip', 'xz') if key == f'{t}_bits_per_byte'), None)
     if tool and isinstance(item, (int, float)) and math.isfinite(item):
-      found[f'{tool} {source}'.strip()] = item
+      found[source, tool] = item
     elif isinstance(item, dict):
-      container = key in ('sources', 'heldout', 'held_out', 'splits')
+      container = key in ('sources', 'heldout', 'held_out', 'baselines', 'baseline')
       _collect_compression(item, source if container else key, found)
 
 

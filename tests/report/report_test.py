@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 sys.path.insert(0, str(Path(__file__).parent))
 import synthetic
@@ -82,7 +83,7 @@ def test_shows_every_part(built):
   titles = ' '.join(page.texts)
   for part in ('Held-out bits per byte', 'gzip stdlib', 'xz functions', 'Loss', 'Entropy',
                'Trainer against sampler', 'gap_p99', 'Staleness', 'KL to the reference', 'Length',
-               'reward, mean of 8', 'held-out pass_at_1', 'moe/strange_metric', 'off_by_one',
+               'reward_mean, mean of 8', 'held-out pass_at_1', 'moe/strange_metric', 'off_by_one',
                '0.690 – 0.770', '0.900 (K = 8)', 'abc123def456', '10 min 40 s', '3.20 GB'):
     assert part in titles, part
   assert sum(tag == 'svg' for tag, _ in page.elements) >= 20
@@ -113,8 +114,9 @@ def test_traces_are_spread_and_complete(built):
 
 
 def test_byte_budget_holds_and_keeps_the_spread(run_folder):
-  path = run_folder / 'stages' / 'rl' / 'traces.jsonl'
-  traces, totals, bad = rollout_viewer.collect([('rl', path)], budget=20_000)
+  path = run_folder / 'stages' / 'rl'
+  traces, totals, bad = rollout_viewer.collect(rollout_viewer.sources(
+      [('rl', path)], run_folder / 'no.json'), budget=20_000)
   assert totals == {'rl': 400} and bad == 0
   assert 4 < len(traces) < 20 and len(json.dumps(traces)) < 21_000
   steps = sorted(t['step'] for t in traces)
@@ -149,7 +151,7 @@ def test_damaged_files_are_named_and_the_rest_is_shown(run_folder, tmp_path):
     file.write('{"step": 121, "los')
   text = report.build(tmp_path / 'run').read_text()
   Page(text)
-  assert 'cpt/metrics.jsonl' in text and 'sft/summary.json' in text and '3 lines of' in text
+  assert 'cpt/metrics.jsonl' in text and 'sft/summary.json' in text and '3 lines that' in text
 
 
 def test_no_run(tmp_path):
@@ -179,6 +181,43 @@ def test_movement(run_folder):
   moved = tables.movement(row({'a': 0.5, 'b': 1.0, 'c': 0.0, 'd': 1.0}),
                           row({'a': 1.0, 'b': 1.0, 'c': 0.5, 'd': 0.0, 'e': 1.0}))
   assert moved == {'more': 2, 'same': 1, 'less': 1}
+
+
+def test_demonstrations_are_decoded(tmp_path):
+  """Token ids of a byte-level tokenizer: the prompt, then turns with the mask token by token."""
+  special = ['<|user|>', '<|call|>', '<|result|>', '<|end|>']
+  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+  known = tokenizers.Tokenizer(tokenizers.models.BPE(
+      vocab={piece: i for i, piece in enumerate([*special, *alphabet])}, merges=[]))
+  known.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  known.decoder = tokenizers.decoders.ByteLevel()
+  known.add_special_tokens(special)
+  (tmp_path / 'data').mkdir()
+  known.save(str(tmp_path / 'data' / 'tokenizer.json'))
+
+  def ids(text):
+    return known.encode(text).ids
+
+  row = {'id': 'd0', 'task_id': 't0', 'mutation': 'compare', 'reward': 1.0,
+         'stop_reason': 'finished', 'trainable': [False, True, False, True],
+         'segments': [ids('<|user|>fix f<|end|><|call|>'), ids('read_file<|end|>'),
+                      ids('<|result|>x = 1\n<|end|><|call|>'), ids('finish<|end|>')]}
+  folder_ = tmp_path / 'stages' / 'sft'
+  folder_.mkdir(parents=True)
+  bad = {'segments': [[1]], 'trainable': []}
+  (folder_ / 'demonstrations.jsonl').write_text(f'{json.dumps(row)}\n{json.dumps(bad)}\n')
+  traces, totals, wrong = rollout_viewer.collect(rollout_viewer.sources(
+      [('sft', folder_)], tmp_path / 'data' / 'tokenizer.json'))
+  assert totals == {'sft': 2} and wrong == 1 and len(traces) == 1
+  trace = traces[0]
+  assert trace['instruction'] == '<|user|>fix f<|end|>' and trace['verdict'] == 'solved'
+  assert [(t['call'], t['result']) for t in trace['turns']] == [('read_file', 'x = 1\n'),
+                                                                ('finish', '')]
+  first = trace['turns'][0]['tokens']
+  assert ''.join(t[0] for t in first) == '<|call|>read_file<|end|><|result|>x = 1\n<|end|>'
+  trained = ''.join(t[0] for t in first if t[1])
+  assert trained == 'read_file<|end|>'
+  report.build(tmp_path)
 
 
 def test_running_mean():
@@ -237,7 +276,8 @@ def test_comparison_page(tmp_path):
   _check_self_contained(page, text)
   shown = ' '.join(page.texts)
   for part in ('rl.q', '<1>', 'trial1', 'failed', 'boom </pre><b>', 'planned', 'rl: reward',
-               'cpt: loss', '0.690 – 0.770', 'pass@1 of each trial', 'cpt bits per byte'):
+               'cpt: loss', 'cpt: bits_per_byte/stdlib', '0.690 – 0.770',
+               'pass@1 of each trial', 'cpt bits per byte'):
     assert part in shown, part
 
 

@@ -51,8 +51,8 @@ def _pretraining(folder: Path, rng, steps: int = 300, start: float = 6.2) -> Non
                  'tokens_per_s': 20000 + rng.gauss(0, 900), 'load_max': 1.1 + 1 / step,
                  'moe/strange_metric': rng.random()})
     if step % 50 == 0:
-      rows.append({'step': step, 'eval/stdlib/bits_per_byte': 1.6 + 2 * math.exp(-step / 90),
-                   'eval/functions/bits_per_byte': 0.7 + 2 * math.exp(-step / 50)})
+      rows.append({'step': step, 'eval/bits_per_byte/stdlib': 1.6 + 2 * math.exp(-step / 90),
+                   'eval/bits_per_byte/functions': 0.7 + 2 * math.exp(-step / 50)})
   rows[9]['loss'] = 'NaN'
   _lines(folder / 'metrics.jsonl', rows)
   _json(folder / 'summary.json', {'fingerprint': 'x', 'wall_s': 61.0, 'loss': 1.71,
@@ -70,12 +70,13 @@ def _sft(folder: Path, rng, hostile: str) -> None:
 def _rl(folder: Path, rng, hostile: str) -> None:
   rows = []
   for step in range(1, 121):
-    rows.append({'step': step, 'reward': 0.46 + 0.3 * (1 - math.exp(-step / 50))
+    rows.append({'step': step, 'reward_mean': 0.46 + 0.3 * (1 - math.exp(-step / 50))
                  + rng.gauss(0, 0.07), 'entropy': 0.4 * math.exp(-step / 90) + 0.1,
                  'gap_max': 10 ** rng.uniform(-5.6, -4.6), 'gap_p99': 10 ** rng.uniform(-6.4, -6),
                  'gap_mean': 10 ** rng.uniform(-7.2, -7), 'staleness_mean': rng.uniform(0.4, 1.2),
                  'staleness_max': rng.choice([1, 2]), 'kl': 0.02 * step / 120,
-                 'response_tokens': 45 - step / 12 + rng.gauss(0, 1.5), 'loss': rng.gauss(0, 0.02)})
+                 'tokens_per_episode': 45 - step / 12 + rng.gauss(0, 1.5),
+                 'loss': rng.gauss(0, 0.02)})
     if step % 30 == 0:
       value = 0.46 + 0.27 * step / 120
       rows.append({'step': step, 'eval/pass_at_1': value, 'eval/ci95_lo': value - 0.05,
