@@ -166,11 +166,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _folder_on_path(folder: Path) -> Iterator[None]:
-  sys.path.insert(0, str(folder))
+  """Config files import each other: `import neighbour`, or `from other_folder import config`."""
+  added = [str(folder), str(folder.parent)]
+  sys.path[:0] = added
   try:
     yield
   finally:
-    sys.path.remove(str(folder))
+    for path in added:
+      sys.path.remove(path)
 
 
 @contextlib.contextmanager

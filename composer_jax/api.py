@@ -1,0 +1,113 @@
+"""What notebooks and scripts use: run a config, evaluate a run, load a model.
+
+    from composer_jax import api
+    m = api.load('runs/tiny')
+    logits = m.forward(m.params, m.tokenizer.encode('def f(x):')).logits
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from composer_jax import models
+from composer_jax.data import corpus
+from composer_jax.data.tokenizer import Tokenizer
+from composer_jax.errors import UserError
+from composer_jax.models.config import ModelConfig
+from composer_jax.recipe import runner, schema, stages, workdir
+
+_NEWEST_FIRST = ('rl', 'sft', 'long_context', 'cpt')
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """A model ready to use.
+
+  Attributes:
+    config: its shape.
+    params: nested dict of arrays.
+    tokenizer: text to ids and back.
+    forward: pure function `forward(params, tokens, positions=None, segment_ids=None)`; `tokens` is
+      `[B, S]` int32 (a plain list of ids is one row), the result's `.logits` is `[B, S, V]` float32.
+  """
+
+  config: ModelConfig
+  params: dict[str, Any]
+  tokenizer: Tokenizer
+  forward: Callable[..., models.ForwardOut]
+
+
+def load(folder: str | pathlib.Path, dtype: str = 'float32', stage: str | None = None) -> Model:
+  """Loads a model from a run folder.
+
+  Args:
+    folder: a run folder, of which at least one training stage is finished.
+    dtype: of the parameters; the router's selection bias stays float32.
+    stage: `cpt`, `long_context`, `sft` or `rl`; default the last finished one.
+
+  Raises:
+    UserError: no run, no such stage, or an unknown dtype.
+  """
+  folder = pathlib.Path(folder)
+  if not (folder / 'config.json').exists():
+    raise UserError(f'{folder}: holds no run')
+  recipe = schema.resolve(workdir.read_json(folder / 'config.json')['config'])
+  context = stages.Context(recipe, folder)
+  found = [s for s in _NEWEST_FIRST if (context.folder(s) / 'params').exists()]
+  if stage is not None and stage not in found:
+    raise UserError(f'{folder}: stage {stage} has no parameters (there are: {", ".join(found)})')
+  if not found:
+    raise UserError(f'{folder}: no stage has finished')
+  config = context.model(stage or found[0])
+  trainable, frozen = models.partition(context.params(stage or found[0]))
+  try:
+    trainable = jax.tree.map(lambda x: jnp.asarray(x, jnp.dtype(dtype)), trainable)
+  except TypeError as error:
+    raise UserError(f'dtype {dtype!r}: {error}') from error
+  return Model(config, models.combine(trainable, frozen), corpus.Corpus(folder / 'data').tokenizer,
+               _forward(config))
+
+
+def _forward(config: ModelConfig) -> Callable[..., models.ForwardOut]:
+  compiled = jax.jit(lambda params, tokens, positions, segment_ids: models.forward(
+    config, params, tokens, positions=positions, segment_ids=segment_ids))
+
+  def forward(params, tokens, positions=None, segment_ids=None) -> models.ForwardOut:
+    """Returns the logits of every position; see `Model.forward`."""
+    tokens = jnp.atleast_2d(jnp.asarray(tokens, jnp.int32))
+    return compiled(params, tokens, positions, segment_ids)
+
+  return forward
+
+
+def run(config: Mapping[str, Any], workdir: str | pathlib.Path, *,
+        stages: Sequence[str] | None = None, dry_run: bool = False) -> dict[str, Any]:
+  """Runs a config's stages in order, continuing what the folder already holds.
+
+  Args:
+    config: nested mapping of sections (a dict or a ConfigDict), see `recipe.schema.Recipe`.
+    workdir: the run folder; made when missing.
+    stages: run just these of the config's stages.
+    dry_run: change nothing, and return what would be done.
+
+  Returns:
+    The contents of `workdir/results.json`.
+
+  Raises:
+    composer_jax.errors.ComposerError: with one clear line.
+  """
+  return runner.run(config, workdir, only=stages, dry_run=dry_run)
+
+
+def evaluate(workdir: str | pathlib.Path, stage: str = 'rl', *,
+             dry_run: bool = False) -> dict[str, Any]:
+  """Evaluates the final parameters of a finished stage (`sft` or `rl`) on held-out tasks.
+
+  Returns:
+    pass@1 with its interval, best-of-k, tokens and calls a task; added to `results.json`.
+  """
+  return runner.evaluate(workdir, stage, dry_run=dry_run)

@@ -1,0 +1,81 @@
+"""Wall time and memory of a run, sampled while it runs so that a killed run still counts."""
+
+import json
+import pathlib
+import threading
+import time
+
+import psutil
+
+from composer_jax.recipe.workdir import write_json
+
+
+def tree_memory_gb() -> float:
+  """Returns the memory of this process and all its children in GB (10^9 bytes).
+
+  Pages shared between processes count once (proportional set size); where the kernel refuses that
+  figure for a process of another user, its resident set counts instead.
+  """
+  total = 0
+  process = psutil.Process()
+  for member in [process, *process.children(recursive=True)]:
+    try:
+      total += member.memory_full_info().pss
+    except psutil.AccessDenied:
+      total += _resident(member)
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+      continue
+  return total / 1e9
+
+
+def _resident(member: psutil.Process) -> int:
+  try:
+    return member.memory_info().rss
+  except psutil.Error:
+    return 0
+
+
+class Monitor:
+  """Context manager that keeps `path` up to date with wall seconds and peak memory.
+
+  The file accumulates over the calls that continue one run: `{"wall_s": x, "peak_rss_gb": y}`.
+  """
+
+  def __init__(self, path: pathlib.Path, interval_s: float = 5.0):
+    self._path = path
+    self._interval_s = interval_s
+    self._stop = threading.Event()
+    self._thread = threading.Thread(target=self._watch, daemon=True, name='monitor')
+    self._start = time.monotonic()
+    before = json.loads(path.read_text()) if path.exists() else {}
+    self._earlier_s = before.get('wall_s', 0.0)
+    self._peak_gb = before.get('peak_rss_gb', 0.0)
+
+  def __enter__(self) -> 'Monitor':
+    self._start = time.monotonic()
+    self._thread.start()
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._stop.set()
+    self._thread.join()
+    self._sample()
+
+  @property
+  def wall_s(self) -> float:
+    """Seconds spent on the run so far, earlier calls included."""
+    return self._earlier_s + time.monotonic() - self._start
+
+  @property
+  def peak_rss_gb(self) -> float:
+    """Highest memory of the process tree seen so far, in GB."""
+    return self._peak_gb
+
+  def _watch(self) -> None:
+    while not self._stop.wait(self._interval_s):
+      self._sample()
+
+  def _sample(self) -> None:
+    self._peak_gb = max(self._peak_gb, tree_memory_gb())
+    write_json(self._path, {'wall_s': round(self.wall_s, 3),
+                            'peak_rss_gb': round(self._peak_gb, 4)})

@@ -1,0 +1,165 @@
+"""Runs the stages of a recipe in one folder: what is finished stays, the rest continues."""
+
+import importlib.metadata
+import pathlib
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from composer_jax import report
+from composer_jax.errors import UserError
+from composer_jax.recipe import schema, stages, workdir
+from composer_jax.recipe.monitor import Monitor
+
+_VERSIONED = ('composer-jax', 'jax', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'tokenizers')
+
+
+def run(config: Mapping[str, Any], folder: str | pathlib.Path, *,
+        only: Sequence[str] | None = None, dry_run: bool = False) -> dict[str, Any]:
+  """Runs a config's stages in order, continuing what the folder already holds.
+
+  Args:
+    config: nested mapping, see `schema.Recipe`.
+    folder: the run folder; made when missing.
+    only: run just these of the config's stages; what they build on must be finished.
+    dry_run: change nothing, and return what would be done.
+
+  Returns:
+    The contents of `results.json`; for a dry run, stage -> "done", "continue" or "run".
+
+  Raises:
+    UserError, InfrastructureError, NumericsError: with one clear line.
+  """
+  recipe = schema.resolve(config)
+  stages.check(recipe)
+  folder = pathlib.Path(folder).resolve()
+  chosen = _choose(recipe, only)
+  prints = stages.fingerprints(recipe)
+  if dry_run:
+    return {stage: _state(folder / 'stages' / stage, prints[stage]) for stage in chosen}
+  workdir.claim(folder, recipe, versions())
+  with workdir.exclusive(folder), Monitor(folder / 'usage.json') as monitor:
+    if recipe.compilation_cache:
+      _keep_compiled_programs(folder / '.xla')
+    context = stages.Context(recipe, folder)
+    for stage in chosen:
+      _run_stage(context, stage, prints[stage])
+      results = write_results(context, monitor)
+    report.build(folder)
+  return results
+
+
+def evaluate(folder: str | pathlib.Path, stage: str, *, dry_run: bool = False) -> dict[str, Any]:
+  """Evaluates a finished stage of a run; see `stages.evaluate`.
+
+  Args:
+    folder: the run folder.
+    stage: `sft` or `rl`.
+    dry_run: change nothing, and return what would be done.
+
+  Returns:
+    The summary of the evaluation; for a dry run as in `run`.
+  """
+  name = f'eval_{stage}'
+  if name not in stages.RUN:
+    raise UserError(f'--stage={stage}: can be sft or rl')
+  path = pathlib.Path(folder) / 'config.json'
+  if not path.exists():
+    raise UserError(f'--workdir={folder}: holds no run')
+  config = dict(workdir.read_json(path)['config'])
+  config['stages'] = [*config['stages'], name]
+  results = run(config, folder, only=[name], dry_run=dry_run)
+  return results if dry_run else results['eval'][stage]
+
+
+def adopt_stages(config: Mapping[str, Any], folder: pathlib.Path,
+                 siblings: Sequence[pathlib.Path]) -> list[str]:
+  """Copies finished stages that sibling runs have done under equal settings; returns their names.
+
+  Two trials of a sweep that differ in RL only thus pretrain once.
+  """
+  recipe = schema.resolve(config)
+  prints = stages.fingerprints(recipe)
+  workdir.claim(folder, recipe, versions())
+  adopted = []
+  for stage in _choose(recipe, None):
+    target = folder / 'stages' / stage
+    if (target / 'summary.json').exists():
+      continue
+    for sibling in siblings:
+      summary = sibling / 'stages' / stage / 'summary.json'
+      if sibling == folder or not summary.exists():
+        continue
+      if workdir.read_json(summary)['fingerprint'] != prints[stage]:
+        continue
+      if stage == 'data':
+        workdir.adopt(sibling / 'data', folder / 'data', last='manifest.json')
+      workdir.adopt(sibling / 'stages' / stage, target, last='summary.json')
+      adopted.append(stage)
+      break
+  return adopted
+
+
+def versions() -> dict[str, str]:
+  """Returns the versions of Python and of the packages that shape a run."""
+  found = {'python': platform.python_version()}
+  for name in _VERSIONED:
+    try:
+      found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      found[name] = 'not installed'
+  return found
+
+
+def write_results(context: stages.Context, monitor: Monitor) -> dict[str, Any]:
+  """Writes `results.json` from the summaries of all finished stages, and returns it."""
+  results: dict[str, Any] = {'stages': {}, 'eval': {}}
+  for stage in schema.STAGES:
+    path = context.folder(stage) / 'summary.json'
+    if not path.exists():
+      continue
+    summary = workdir.read_json(path)
+    summary.pop('fingerprint')
+    if stage.startswith('eval_'):
+      results['eval'][stage.removeprefix('eval_')] = summary
+    else:
+      results['stages'][stage] = summary
+  results |= {'wall_s': round(monitor.wall_s, 2), 'peak_rss_gb': round(monitor.peak_rss_gb, 4)}
+  workdir.write_json(context.workdir / 'results.json', results)
+  return results
+
+
+def _choose(recipe: schema.Recipe, only: Sequence[str] | None) -> list[str]:
+  for stage in only or ():
+    if stage not in recipe.stages:
+      raise UserError(f'--stages: {stage!r} is not a stage of this config '
+                      f'(there are: {", ".join(recipe.stages)})')
+  return [s for s in schema.STAGES if s in recipe.stages and (only is None or s in only)]
+
+
+def _state(folder: pathlib.Path, fingerprint: str) -> str:
+  if workdir.finished(folder, fingerprint) is not None:
+    return 'done'
+  return 'continue' if folder.exists() else 'run'
+
+
+def _run_stage(context: stages.Context, stage: str, fingerprint: str) -> None:
+  folder = context.folder(stage)
+  if workdir.finished(folder, fingerprint) is not None:
+    return
+  started = time.monotonic()
+  clock = folder / 'clock.json'
+  earlier = workdir.read_json(clock)['wall_s'] if clock.exists() else 0.0
+  with Monitor(clock):
+    summary = stages.RUN[stage](context)
+  wall_s = round(earlier + time.monotonic() - started, 2)
+  workdir.write_json(folder / 'summary.json',
+                     {'fingerprint': fingerprint, 'wall_s': wall_s, **summary})
+
+
+def _keep_compiled_programs(folder: pathlib.Path) -> None:
+  """Lets XLA keep its programs on disk; a damaged entry is compiled anew."""
+  import jax
+  jax.config.update('jax_compilation_cache_dir', str(folder))
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)

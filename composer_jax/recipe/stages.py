@@ -1,0 +1,278 @@
+"""What each stage of a recipe does, in terms of the packages that do the work."""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from composer_jax.checkpoint import manager
+from composer_jax.config import fingerprint
+from composer_jax.data import corpus as corpus_lib
+from composer_jax.data import loader as loader_lib
+from composer_jax.data.chat import Renderer
+from composer_jax.data.tokenizer import Tokenizer
+from composer_jax.envs import expert, taskset, traces
+from composer_jax.envs.grading import Grader
+from composer_jax.envs.sandbox import SandboxPool
+from composer_jax.envs.tasks import functions
+from composer_jax.envs.tools import registry
+from composer_jax.envs.types import Task
+from composer_jax.errors import InfrastructureError, UserError
+from composer_jax.evals import perplexity
+from composer_jax.evals import runner as eval_runner
+from composer_jax.models.config import ModelConfig
+from composer_jax.progress import progress
+from composer_jax.recipe.schema import FUNCTIONS, Recipe
+from composer_jax.rl import trainer as rl_trainer
+from composer_jax.rl.environment import EpisodeEnvironment
+from composer_jax.rollout.engine import Engine
+from composer_jax.train import supervised
+from composer_jax.train.config import StageConfig, extend_context
+
+_TOKENIZER_TASKS = 2_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+  """What a stage knows: the recipe and where the run lives."""
+
+  recipe: Recipe
+  workdir: pathlib.Path
+
+  @property
+  def data_dir(self) -> pathlib.Path:
+    """The corpus."""
+    return self.workdir / 'data'
+
+  def folder(self, stage: str) -> pathlib.Path:
+    """The folder of a stage."""
+    return self.workdir / 'stages' / stage
+
+  @functools.cached_property
+  def corpus(self) -> corpus_lib.Corpus:
+    """The corpus, which the data stage has built."""
+    return corpus_lib.Corpus(self.data_dir)
+
+  def model(self, stage: str) -> ModelConfig:
+    """The model's shape at a stage: each supervised stage up to it may stretch the context."""
+    config = self.recipe.model
+    for name in ('cpt', 'long_context', 'sft'):
+      config = extend_context(config, getattr(self.recipe, name).rope_factor)
+      if name == stage:
+        break
+    return config
+
+  def params(self, stage: str) -> dict[str, Any]:
+    """The final parameters of a finished stage."""
+    return manager.load_params(self.folder(stage) / 'params')[0]
+
+
+def data(context: Context) -> dict[str, Any]:
+  """Builds the corpus and the tokenizer."""
+  recipe = context.recipe
+  spec = recipe.functions
+  seed = recipe.seed
+  documents = (functions.documents('train', spec.train_documents, seed),
+               functions.documents('heldout', spec.heldout_documents, seed))
+  corpus = corpus_lib.build(
+    recipe.data, context.data_dir, {FUNCTIONS: documents},
+    tokenizer_samples=_tokenizer_samples(recipe),
+    extra_fingerprint=fingerprint([spec, recipe.tasks, seed]))
+  return {'sources': corpus.manifest['sources'], 'vocab_size': corpus.manifest['vocab_size']}
+
+
+def _tokenizer_samples(recipe: Recipe) -> Iterator[str]:
+  """Yields the texts of demonstrations on train tasks, in the words of the harness.
+
+  The tokenizer has to exist before the harness can run, so results are spelled from the tasks.
+  """
+  count = min(_TOKENIZER_TASKS, recipe.traces.count)
+  for task in taskset.load(recipe.tasks, 'train', count, recipe.seed):
+    yield task.instruction
+    yield '\n'.join(f'{number}|{line}' for number, line
+                    in enumerate(task.files[task.entry].splitlines(), 1))
+    for call in expert.repairs(task, task.files):
+      yield call
+    yield '\n'.join(('read_file', 'run_tests', 'finish', 'ok', registry.PASS, 'no change'))
+    yield '\n'.join(f'fail {case.shown} got {case.expected_repr} want {case.expected_repr}'
+                    for case in task.visible)
+
+
+def cpt(context: Context) -> dict[str, Any]:
+  """Continued pretraining from fresh parameters."""
+  return _pretrain(context, 'cpt', None)
+
+
+def long_context(context: Context) -> dict[str, Any]:
+  """Continued pretraining on longer rows, with YaRN."""
+  return _pretrain(context, 'long_context', 'cpt')
+
+
+def _pretrain(context: Context, name: str, before: str | None) -> dict[str, Any]:
+  stage: StageConfig = getattr(context.recipe, name)
+  model = context.model(name)
+  loader = loader_lib.cpt_loader(stage.mixture, context.data_dir, stage.batch_size, stage.seq_len,
+                                 stage.seed)
+  heldout = _heldout(context, stage)
+  _, summary = supervised.train(
+    stage, model, context.folder(name), loader=loader,
+    params=context.params(before) if before else None,
+    evaluate=functools.partial(_evaluate_bits, model, heldout), description=name)
+  return {**_supervised_summary(summary), **_bits(context, stage, summary['eval'])}
+
+
+def _heldout(context: Context, stage: StageConfig) -> dict[str, tuple[list, int]]:
+  return {source: loader_lib.heldout_batches(
+            context.data_dir, source, stage.seq_len, stage.batch_size,
+            stage.eval_max_bytes or None)
+          for source in context.corpus.sources}
+
+
+def _evaluate_bits(model: ModelConfig, heldout: dict[str, tuple[list, int]],
+                   params: dict[str, Any]) -> dict[str, float]:
+  return {f'bits_per_byte/{source}': perplexity.bits_per_byte(model, params, batches, size)
+          for source, (batches, size) in heldout.items()}
+
+
+def _bits(context: Context, stage: StageConfig, results: dict[str, float]) -> dict[str, Any]:
+  """Returns bits per byte of each source beside the compressors', and their mean over the bytes."""
+  rows = {}
+  for source in context.corpus.sources:
+    base = context.corpus.baselines(source, stage.eval_max_bytes or None)
+    rows[source] = {'bytes': base.bytes,
+                    'gzip_bits_per_byte': base.gzip_bits_per_byte,
+                    'xz_bits_per_byte': base.xz_bits_per_byte}
+    if f'bits_per_byte/{source}' in results:
+      rows[source]['bits_per_byte'] = results[f'bits_per_byte/{source}']
+  total = sum(row['bytes'] for row in rows.values())
+  means = {name: sum(row[name] * row['bytes'] for row in rows.values()) / total
+           for name in ('bits_per_byte', 'gzip_bits_per_byte', 'xz_bits_per_byte')
+           if all(name in row for row in rows.values())}
+  return {**means, 'sources': rows}
+
+
+def _supervised_summary(summary: dict[str, Any]) -> dict[str, Any]:
+  return {name: summary[name] for name in ('steps', 'tokens', 'loss')}
+
+
+def sft(context: Context) -> dict[str, Any]:
+  """Writes demonstrations in the real sandbox, then trains on them."""
+  recipe, stage = context.recipe, context.recipe.sft
+  folder = context.folder('sft')
+  path = folder / 'demonstrations.jsonl'
+  stats = _demonstrate(context, path)
+  loader = loader_lib.trace_loader(path, stage.batch_size, stage.seq_len, stage.seed,
+                                   context_weight=stage.context_weight)
+  _, summary = supervised.train(stage, context.model('sft'), folder, loader=loader,
+                                params=context.params('long_context'), description='sft')
+  return {**_supervised_summary(summary), 'demonstrations': stats,
+          'wrong_edit_rate': recipe.traces.expert.wrong_edit_rate}
+
+
+def _demonstrate(context: Context, path: pathlib.Path) -> traces.TraceStats:
+  recipe = context.recipe
+  spec = recipe.traces
+  tasks = taskset.load(recipe.tasks, 'train', spec.count, recipe.seed)
+  with (sandboxes(recipe, spec.concurrency) as (pool, grader),
+        progress(spec.count, 'demonstrations') as bar):
+    done = 0
+
+    def on_progress(rows: int) -> None:
+      nonlocal done
+      bar.update(rows - done)
+      done = rows
+
+    stats = traces.write_traces(
+      path, tasks, pool, grader, Renderer(context.corpus.tokenizer), seed=recipe.seed,
+      count=spec.count, concurrency=spec.concurrency, config=spec.expert, on_progress=on_progress)
+  if stats.success < 1:
+    raise InfrastructureError(
+      f'the expert solved only {stats.success:.1%} of its tasks; the sandbox or the tasks are broken')
+  return stats
+
+
+def rl(context: Context) -> dict[str, Any]:
+  """Asynchronous reinforcement learning from the SFT policy."""
+  recipe = context.recipe
+  config, tokenizer = recipe.rl, context.corpus.tokenizer
+  model = context.model('rl')
+  folder = context.folder('rl')
+  with sandboxes(recipe, recipe.sampler.slots) as (pool, grader):
+    environment = EpisodeEnvironment(rl_tasks(recipe), pool, grader, Renderer(tokenizer))
+    result = rl_trainer.run_stage(
+      config, model_config=model, params=context.params('sft'),
+      engine=Engine(model, recipe.sampler, tokenizer.end_id), environment=environment,
+      folder=folder, decode=tokenizer.decode)
+  manager.save_params(folder / 'params', result.params, {'stage': 'rl'})
+  return {'steps': result.steps, 'groups_trained': len(result.trained_ordinals),
+          'dropped': result.dropped}
+
+
+def rl_tasks(recipe: Recipe) -> Sequence[Task]:
+  """The RL tasks: train split, a generator seed that the demonstrations did not use."""
+  config = recipe.rl
+  count = config.steps * config.groups_per_step * (1 + config.max_extra_groups)
+  return taskset.load(recipe.tasks, 'train', max(count, 1), recipe.seed + 1_000_003)
+
+
+def evaluate(context: Context, stage: str) -> dict[str, Any]:
+  """Evaluates the final parameters of a stage on held-out tasks."""
+  recipe = context.recipe
+  spec, tokenizer = recipe.eval, context.corpus.tokenizer
+  model = context.model(stage)
+  tasks = taskset.load(recipe.tasks, 'heldout', spec.tasks, spec.seed)
+  with sandboxes(recipe, recipe.sampler.slots) as (pool, grader):
+    result = eval_runner.evaluate(
+      model, context.params(stage), tokenizer, tasks, samples_per_task=spec.samples_per_task,
+      engine_config=recipe.sampler, pool=pool, grader=grader, seed=spec.seed,
+      bootstrap_samples=spec.bootstrap_samples, folder=context.folder(f'eval_{stage}'))
+  return result.summary
+
+
+@contextlib.contextmanager
+def sandboxes(recipe: Recipe, size: int) -> Iterator[tuple[SandboxPool, Grader]]:
+  """Yields sandboxes for episodes, and a grader that has its own."""
+  with (SandboxPool(size, recipe.sandbox) as pool,
+        SandboxPool(recipe.grading_sandboxes, recipe.sandbox) as verdicts):
+    yield pool, Grader(verdicts)
+
+
+def fingerprints(recipe: Recipe) -> dict[str, str]:
+  """Returns, for each stage, a fingerprint of everything its result depends on."""
+  r = recipe
+  data_print = fingerprint(['data', r.data, r.functions, r.tasks, r.seed,
+                            min(r.traces.count, _TOKENIZER_TASKS)])
+  cpt_print = fingerprint(['cpt', data_print, r.model, r.cpt])
+  long_print = fingerprint(['long_context', cpt_print, r.long_context])
+  sft_print = fingerprint(['sft', long_print, r.sft, r.traces, r.sandbox])
+  rl_print = fingerprint(['rl', sft_print, r.rl, r.sampler])
+  return {'data': data_print, 'cpt': cpt_print, 'long_context': long_print, 'sft': sft_print,
+          'rl': rl_print, 'eval_sft': fingerprint(['eval', sft_print, r.eval, r.sampler]),
+          'eval_rl': fingerprint(['eval', rl_print, r.eval, r.sampler])}
+
+
+RUN = {'data': data, 'cpt': cpt, 'long_context': long_context, 'sft': sft, 'rl': rl,
+       'eval_sft': functools.partial(evaluate, stage='sft'),
+       'eval_rl': functools.partial(evaluate, stage='rl')}
+
+
+def check(recipe: Recipe) -> None:
+  """Finds what is bound to fail later, before hours are spent on the stages before it.
+
+  Raises:
+    UserError: a mixture names a source that the corpus does not have, or rows are too short.
+  """
+  known = [*recipe.data.sources, FUNCTIONS]
+  for name in ('cpt', 'long_context'):
+    stage: StageConfig = getattr(recipe, name)
+    for source in stage.mixture:
+      if source not in known:
+        raise UserError(f'config.{name}.mixture.{source}: there is no such source'
+                        f' (there are: {", ".join(known)})')
+    if not stage.mixture:
+      raise UserError(f'config.{name}.mixture: is empty (there are: {", ".join(known)})')
+  if recipe.rl.row_len < recipe.sampler.max_len:
+    raise UserError(f'config.rl.row_len: {recipe.rl.row_len} is shorter than '
+                    f'config.sampler.max_len {recipe.sampler.max_len}')

@@ -1,0 +1,142 @@
+"""The run folder: who owns it, what is finished in it, and how its files are written."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+from composer_jax.config import as_dict, fingerprint
+from composer_jax.errors import InfrastructureError, UserError
+
+FOREIGN_KEYS = ('stages',)  # which stages to run may change from one call to the next
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+  """Writes JSON so that a reader sees either the old file or the whole new one.
+
+  Raises:
+    InfrastructureError: the disk is full or the folder cannot be written.
+  """
+  temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with temporary.open('w') as file:
+      json.dump(as_dict(value), file, indent=1)
+      file.write('\n')
+      file.flush()
+      os.fsync(file.fileno())
+    temporary.replace(path)
+  except OSError as error:
+    with contextlib.suppress(OSError):
+      temporary.unlink(missing_ok=True)
+    raise InfrastructureError(f'cannot write {path}: {error.strerror or error}') from error
+
+
+def read_json(path: pathlib.Path) -> Any:
+  """Reads a JSON file of the run folder.
+
+  Raises:
+    UserError: the file is damaged (written by something else than `write_json`).
+  """
+  try:
+    return json.loads(path.read_text())
+  except (ValueError, UnicodeDecodeError) as error:
+    raise UserError(f'{path} is damaged: {error}') from error
+
+
+def claim(workdir: pathlib.Path, config: Any, version: dict[str, str]) -> None:
+  """Creates the run folder for a config, or checks that it already belongs to that config.
+
+  Raises:
+    UserError: the folder holds another config (the first differing key is named), or holds files
+      that are not a run.
+    InfrastructureError: the folder cannot be created or written.
+  """
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+  except (FileExistsError, NotADirectoryError) as error:
+    raise UserError(f'--workdir={workdir} is not a folder') from error
+  except OSError as error:
+    raise InfrastructureError(f'cannot create {workdir}: {error.strerror}') from error
+  path = workdir / 'config.json'
+  resolved = as_dict(config)
+  if not path.exists():
+    strangers = sorted(p.name for p in workdir.iterdir() if not p.name.startswith('.'))
+    if strangers:
+      raise UserError(f'--workdir={workdir} is not empty and holds no run ({strangers[0]}, ...)')
+    write_json(path, {'config': resolved, 'fingerprint': fingerprint(_identity(resolved)),
+                      'version': version})
+    return
+  stored = read_json(path)['config']
+  difference = first_difference(_identity(stored), _identity(resolved))
+  if difference:
+    key, old, new = difference
+    raise UserError(f'--workdir={workdir} belongs to another config: {key} is {old!r} there and '
+                    f'{new!r} here; choose another folder')
+
+
+def _identity(config: dict[str, Any]) -> dict[str, Any]:
+  return {k: v for k, v in config.items() if k not in FOREIGN_KEYS}
+
+
+def first_difference(old: Any, new: Any, path: str = '') -> tuple[str, Any, Any] | None:
+  """Returns (key path, old value, new value) of the first difference, or None."""
+  if isinstance(old, dict) and isinstance(new, dict):
+    for key in sorted(old.keys() | new.keys()):
+      found = first_difference(old.get(key), new.get(key), f'{path}.{key}' if path else key)
+      if found:
+        return found
+    return None
+  return None if old == new else (path, old, new)
+
+
+@contextlib.contextmanager
+def exclusive(workdir: pathlib.Path) -> Iterator[None]:
+  """Holds the run folder for this process; the kernel lets go of it however the process ends.
+
+  Raises:
+    UserError: another process is running in the folder.
+  """
+  try:
+    descriptor = os.open(workdir / '.lock', os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+  except OSError as error:
+    raise InfrastructureError(f'cannot write in {workdir}: {error.strerror}') from error
+  try:
+    try:
+      fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      raise UserError(f'--workdir={workdir}: another process is running there') from error
+    yield
+  finally:
+    os.close(descriptor)
+
+
+def finished(stage_dir: pathlib.Path, stage_fingerprint: str) -> dict[str, Any] | None:
+  """Returns the summary of a finished stage, or None when there is still work to do.
+
+  Raises:
+    UserError: the stage was finished under other settings.
+  """
+  path = stage_dir / 'summary.json'
+  if not path.exists():
+    return None
+  summary = read_json(path)
+  if summary['fingerprint'] != stage_fingerprint:
+    raise UserError(f'{stage_dir} was made with other settings; choose another --workdir')
+  return summary
+
+
+def adopt(source: pathlib.Path, target: pathlib.Path, last: str) -> None:
+  """Copies a finished folder into another run.
+
+  The file `last`, which says that the folder is complete, is copied when everything else is there,
+  so that an interrupted copy is an unfinished folder and not a damaged one.
+  """
+  if target.exists():
+    shutil.rmtree(target)
+  shutil.copytree(source, target, ignore=shutil.ignore_patterns(last))
+  shutil.copy2(source / last, target / last)

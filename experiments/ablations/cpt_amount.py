@@ -1,0 +1,28 @@
+"""Does more continued pretraining give a lower SFT loss and a higher RL reward?
+
+    composer-jax sweep --config=experiments/ablations/cpt_amount.py --workdir=runs/cpt_amount
+
+The first finding of the Composer 2 report (section 3.1, figure 2) at tiny size: three amounts of
+continued pretraining, evenly spaced in log, then the same SFT and the same RL for all.
+"""
+
+from collections.abc import Iterator
+
+from ml_collections import ConfigDict
+from tiny import composer2
+
+AMOUNTS = {'small': 40, 'medium': 120, 'large': 360}
+
+
+def get_config() -> ConfigDict:
+  """Returns the demo's config with shorter RL and a smaller evaluation."""
+  config = composer2.get_config()
+  config.rl.steps = 50
+  config.eval.samples_per_task = 4
+  return config
+
+
+def get_sweep() -> Iterator[dict]:
+  """Yields the amounts, in steps."""
+  for steps in AMOUNTS.values():
+    yield {'cpt.steps': steps}
