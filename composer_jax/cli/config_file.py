@@ -44,7 +44,7 @@ def load(spec: str, overrides: Iterable[tuple[str, str]] = ()) -> dict[str, Any]
 
 
 def load_module(path: Path) -> types.ModuleType:
-  """Imports a config file; files beside it can be imported from it.
+  """Imports a config file; it can import files beside it, and from folders beside its own.
 
   Raises:
     UserError: the file is missing, or its code fails (the error and the line are named).
@@ -55,7 +55,7 @@ def load_module(path: Path) -> types.ModuleType:
   if spec is None or spec.loader is None:
     raise UserError(f'--config={path}: not a Python or JSON file')
   module = importlib.util.module_from_spec(spec)
-  with _folder_on_path(path.resolve().parent), _errors_of(path):
+  with _folders_on_path(path.resolve()), _errors_of(path):
     spec.loader.exec_module(module)
   return module
 
@@ -72,12 +72,30 @@ def call_get_config(module: types.ModuleType, argument: str = '') -> ml_collecti
     raise UserError(f'--config={path}: has no get_config()')
   if argument and not inspect.signature(function).parameters:
     raise UserError(f'--config={path}:{argument}: get_config() takes no argument')
-  with _folder_on_path(path.parent), _errors_of(path):
+  with _folders_on_path(path), _errors_of(path):
     config = function(argument) if argument else function()
   if not isinstance(config, ml_collections.ConfigDict):
     raise UserError(f'--config={path}: get_config() returned {type(config).__name__}, '
                     'not a ConfigDict')
   return config
+
+
+def call_get_sweep(module: types.ModuleType) -> list[dict[str, Any]]:
+  """Returns the override dicts that `get_sweep` yields.
+
+  Raises:
+    UserError: there is no such function, it fails, or it yields something else than dicts.
+  """
+  path = Path(module.__file__)
+  if not hasattr(module, 'get_sweep'):
+    raise UserError(f'--config={path}: has no get_sweep()')
+  with _folders_on_path(path), _errors_of(path):
+    found = list(module.get_sweep())
+  for overrides in found:
+    if not isinstance(overrides, dict):
+      raise UserError(f'--config={path}: get_sweep() yields dicts of overrides, '
+                      f'not {type(overrides).__name__}')
+  return found
 
 
 def current_value(config: Any, key: str) -> Any:
@@ -165,15 +183,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _folder_on_path(folder: Path) -> Iterator[None]:
-  """Config files import each other: `import neighbour`, or `from other_folder import config`."""
-  added = [str(folder), str(folder.parent)]
-  sys.path[:0] = added
+def _folders_on_path(file: Path) -> Iterator[None]:
+  before = list(sys.path)
+  sys.path[:] = [str(file.parent), *before, str(file.parent.parent)]
   try:
     yield
   finally:
-    for path in added:
-      sys.path.remove(path)
+    sys.path[:] = before
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from absl import flags
 
 from composer_jax.cli import arguments, config_file
 from composer_jax.config import as_dict
-from composer_jax.errors import UserError
 from composer_jax.sweep import runner, trials
 
 HELP = """
@@ -29,7 +28,8 @@ def main(args: arguments.Arguments) -> None:
   """Runs the verb."""
   args.no_words()
   base = args.config()
-  planned = trials.expand(base, _overrides(args), _resolve)
+  module = config_file.load_module(config_file.split(args.config_spec)[0])
+  planned = trials.expand(base, config_file.call_get_sweep(module), _resolve)
   for trial in planned:
     print(f'{trial.id}  {trial.label}')
   if args.flags.plan:
@@ -40,24 +40,6 @@ def main(args: arguments.Arguments) -> None:
   outcome = runner.run_sweep(planned, workdir, runner.run_in_subprocess, adopt_stages)
   args.write_json(outcome)
   print(workdir / 'report.html')
-
-
-def _overrides(args: arguments.Arguments) -> list[dict]:
-  """Returns what the file's get_sweep() yields.
-
-  Raises:
-    UserError: there is no such function, or it yields something else than dicts.
-  """
-  path = config_file.split(args.config_spec)[0]
-  module = config_file.load_module(path)
-  if not hasattr(module, 'get_sweep'):
-    raise UserError(f'--config={path}: has no get_sweep()')
-  found = list(module.get_sweep())
-  for overrides in found:
-    if not isinstance(overrides, dict):
-      raise UserError(f'--config={path}: get_sweep() yields dicts of overrides, '
-                      f'not {type(overrides).__name__}')
-  return found
 
 
 def _resolve(config: dict, overrides: dict) -> dict:

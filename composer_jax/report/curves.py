@@ -73,7 +73,7 @@ CHARTS = (
          '|log-prob of the trainer − log-prob of the sampler| of the same token.', log=True),
     Spec('Staleness', r'(staleness\w*|age_\w+)', 'Policy updates between sampling and training.'),
     Spec('KL to the reference', r'((?:reference_)?kl\w*)', 'k1 estimate, placed in the reward.'),
-    Spec('Length', r'(response_tokens|length\w*|(?:sampled|tokens|result_tokens)_per_\w+)',
+    Spec('Length', r'(response_tokens|length\w*|(?:sampled|tokens|result_tokens)_per_episode)',
          'Tokens an episode.', make=_smoothed),
     Spec('Tool calls', r'(\w+)_per_episode', f'Counts an episode, mean of {MEAN_STEPS} rows.',
          make=_means),

@@ -106,3 +106,25 @@ def test_override_of_a_plain_config():
   assert changed == {'rl': {'lr': 0.2, 'q': {'a': 1}}, 'seed': 3}
   assert base == {'rl': {'lr': 0.1, 'q': None}}
   assert not isinstance(changed['rl'], ml_collections.ConfigDict)
+
+
+def test_imports_from_a_folder_beside_its_own(tmp_path):
+  (tmp_path / 'base_configs').mkdir()
+  (tmp_path / 'base_configs' / 'small.py').write_text('SIZE = 3\n')
+  (tmp_path / 'ablations').mkdir()
+  (tmp_path / 'ablations' / 'a.py').write_text(
+      'import ml_collections\nfrom base_configs import small\n'
+      'def get_config():\n  return ml_collections.ConfigDict({"size": small.SIZE})\n'
+      'def get_sweep():\n  for n in (1, 2):\n    yield {"size": n}\n')
+  path = tmp_path / 'ablations' / 'a.py'
+  assert config_file.load(str(path)) == {'size': 3}
+  assert config_file.call_get_sweep(config_file.load_module(path)) == [{'size': 1}, {'size': 2}]
+
+
+@pytest.mark.parametrize(('source', 'message'), [
+    ('x = 1', 'has no get_sweep'), ('def get_sweep():\n  yield 1 / 0', r's\.py:2: ZeroDivision'),
+    ('def get_sweep():\n  return [("a", 1)]', 'yields dicts of overrides, not tuple')])
+def test_bad_sweeps(tmp_path, source, message):
+  (tmp_path / 's.py').write_text(source)
+  with pytest.raises(UserError, match=message):
+    config_file.call_get_sweep(config_file.load_module(tmp_path / 's.py'))
