@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from composer_jax.models import config as config_lib
 from composer_jax.sharding import rules
 
+
 class SelectionBias(nnx.Variable):
   """A variable that the optimizer never sees (updated by `balance.update_selection_bias`)."""
 
