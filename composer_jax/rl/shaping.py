@@ -24,7 +24,7 @@ class LengthPenaltyConfig:
     q: curvature exponent, >= 0; 0 is linear, 1 logarithmic, above 1 it saturates.
     thinking_tokens: effort per token of free text before a call.
     call_tokens: effort per sampled token of a tool call.
-    output_tokens: effort per token of a tool's output.
+    result_tokens: effort per token of a tool's output.
     final_tokens: effort per sampled token of the last turn.
     calls: effort per tool call.
     turns: effort per turn.
@@ -37,7 +37,7 @@ class LengthPenaltyConfig:
   q: float = 0.5
   thinking_tokens: float = 0.02
   call_tokens: float = 0.02
-  output_tokens: float = 0.005
+  result_tokens: float = 0.005
   final_tokens: float = 0.02
   calls: float = 1.0
   turns: float = 0.0

@@ -8,7 +8,7 @@ import numpy as np
 from composer_jax.rl.samples import Group, Sample
 
 # Counts of the harness that every row averages over its rollouts.
-_COUNTS = ('calls', 'edits', 'test_runs', 'call_errors', 'no_change_edits', 'output_tokens')
+_COUNTS = ('calls', 'edits', 'test_runs', 'call_errors', 'no_change_edits', 'result_tokens')
 
 
 def rollout_figures(groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -19,9 +19,9 @@ def rollout_figures(groups: Sequence[Group], version: int) -> dict[str, float]:
     version: of the policy that trains on them; staleness is this minus a token's version.
 
   Returns:
-    `solved_fraction` (mean verdict), `pass_at_k` (share of groups with a correct member), `finish_rate`,
-    token and call counts per episode, `staleness_mean` and `staleness_max` over sampled tokens, and
-    `success/CLASS` for every task class. Empty without rollouts.
+    `solved_fraction` (mean verdict), `pass_at_k` (share of groups with a correct member),
+    `finish_rate`, token and call counts per episode, `staleness_mean` and `staleness_max` over
+    sampled tokens, and `success/CLASS` for every task class. Empty without rollouts.
   """
   logical = _logical(groups)
   if not logical:

@@ -35,7 +35,7 @@ class TraceLog:
     kept = []
     if path.exists():
       for line in path.read_text(encoding='utf-8').splitlines(keepends=True):
-        if line.endswith('\\n') and json.loads(line)['step'] <= resume_step:
+        if line.endswith('\n') and json.loads(line)['step'] <= resume_step:
           kept.append(line)
     part = path.with_name(path.name + '.part')
     part.write_text(''.join(kept), encoding='utf-8')
@@ -76,7 +76,7 @@ class TraceLog:
     turns += [{}] * (len(spans) - len(turns))  # an environment may record less than the tokens do
     row['turns'] = [{**turn, 'tokens': tokens[start:end]}
                     for turn, (start, end) in zip(turns, spans, strict=False)]
-    self._file.write(json.dumps(row) + '\\n')
+    self._file.write(json.dumps(row) + '\n')
     self._file.flush()
 
   def __enter__(self) -> 'TraceLog':
