@@ -1,0 +1,57 @@
+"""Every backend of grouped_matmul on every case, against float64 NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from composer_jax.kernels.grouped_matmul import api
+from composer_jax.kernels.grouped_matmul.cases import CASES
+
+BACKENDS = [backend.name for backend in api.BACKENDS]
+
+
+def _oracle(x, w, sizes, dy):
+  """Products, gradient of x and gradient of w, group by group in float64."""
+  y = np.zeros((len(x), w.shape[2]))
+  dx, dw, start = np.zeros(x.shape), np.zeros(w.shape), 0
+  for group, size in enumerate(sizes):
+    rows = slice(start, start + size)
+    y[rows] = x[rows].astype(np.float64) @ w[group]
+    dx[rows] = dy[rows].astype(np.float64) @ w[group].T
+    dw[group] = x[rows].astype(np.float64).T @ dy[rows]
+    start += size
+  return y, dx, dw
+
+
+@pytest.mark.parametrize('impl', BACKENDS)
+@pytest.mark.parametrize('case', CASES, ids=lambda case: case.name)
+def test_value_and_gradients(case, impl):
+  x, w, sizes, dy = case.arrays()
+
+  @jax.jit
+  def run(x, w, sizes, dy):
+    y, pull = jax.vjp(lambda x, w: api.grouped_matmul(x, w, sizes, impl=impl), x, w)
+    return y, *pull(dy)
+
+  for got, want in zip(run(x, w, sizes, dy), _oracle(x, w, sizes, dy), strict=True):
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
+
+
+def test_auto_takes_the_cpu_backend_and_a_name_never_falls_back(monkeypatch):
+  x, w, sizes, _ = CASES[1].arrays()
+  np.testing.assert_array_equal(api.grouped_matmul(x, w, sizes),
+                                api.grouped_matmul(x, w, sizes, impl='xla'))
+  with pytest.raises(ValueError, match='unknown impl .pallas.'):
+    api.grouped_matmul(x, w, sizes, impl='pallas')
+  broken = [api.dispatch.Backend('xla', None, lambda: 'no such unit', ('cpu',)), api.BACKENDS[1]]
+  monkeypatch.setattr(api, 'BACKENDS', broken)
+  with pytest.raises(ValueError, match='cannot run here: no such unit'):
+    api.grouped_matmul(x, w, sizes, impl='xla')
+  with pytest.raises(ValueError, match='no usable backend .xla: no such unit; ragged_dot: not'):
+    api.grouped_matmul(x, w, sizes)
+
+
+def test_shapes_that_do_not_fit():
+  with pytest.raises(ValueError, match='do not fit'):
+    api.grouped_matmul(jnp.ones((4, 3)), jnp.ones((2, 5, 6)), jnp.array([2, 2]))

@@ -1,0 +1,88 @@
+"""Generation with the latent cache gives what the full forward pass gives."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from composer_jax import models
+from composer_jax.models import layers, mla, transformer
+
+CONFIG = models.ModelConfig(
+    vocab_size=50, hidden_size=16, intermediate_size=24, moe_intermediate_size=8,
+    num_attention_heads=2, q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4,
+    v_head_dim=5, initializer_range=0.3,
+    rope_scaling=models.RopeScaling(factor=2.0, original_max_position_embeddings=8))
+TOKENS = np.random.default_rng(0).integers(0, 50, (3, 14)).astype(np.int32)
+
+
+@pytest.fixture(scope='module')
+def params():
+  return models.init(CONFIG, jax.random.key(0))
+
+
+def _step(config):
+  return jax.jit(lambda p, t, s, c: models.forward(config, p, t, segment_ids=s, cache=c))
+
+
+@pytest.mark.parametrize('impl', ['dense', 'grouped'])
+def test_chunked_prefill_and_decode_equal_the_full_pass(params, impl):
+  config = dataclasses.replace(CONFIG, moe_impl=impl)
+  full = jax.jit(lambda p: models.forward(config, p, TOKENS))(params)
+  step, cache, logits, indices = _step(config), models.init_cache(config, 3, 20), [], []
+  for begin, end in ((0, 5), (5, 10), (10, 11), (11, 12), (12, 13), (13, 14)):
+    chunk = TOKENS[:, begin:end]
+    out = step(params, chunk, np.ones_like(chunk), cache)
+    cache = out.cache
+    logits.append(out.logits)
+    indices.append(out.router.indices)
+  np.testing.assert_allclose(np.concatenate(logits, axis=1), full.logits, atol=1e-5)
+  np.testing.assert_array_equal(np.concatenate(indices, axis=2), full.router.indices)
+  np.testing.assert_array_equal(cache.length, [14, 14, 14])
+
+
+def test_slots_of_different_length_padding_and_reset(params):
+  """Slots get 4, 2 and 0 of a padded chunk, then one token each; the last starts over."""
+  step, cache = _step(CONFIG), models.init_cache(CONFIG, 3, 16)
+  segments = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]], np.int32)
+  first = step(params, TOKENS[:, :4], segments, cache)
+  np.testing.assert_array_equal(first.cache.length, [4, 2, 0])
+  assert not np.any(first.cache.latent[:, 1, 2:]) and not np.any(first.cache.latent[:, 2])
+  assert np.all(np.isfinite(first.logits))
+  np.testing.assert_array_equal(first.router.counts.sum(axis=1), [12, 12])
+  one = np.ones((3, 1), np.int32)
+  token = np.stack([TOKENS[0, 4:5], TOKENS[1, 2:3], TOKENS[2, 0:1]])
+  second = step(params, token, one, first.cache)
+  full = jax.jit(lambda p: models.forward(CONFIG, p, TOKENS))(params).logits
+  np.testing.assert_allclose(second.logits[:, 0], np.stack([full[0, 4], full[1, 2], full[2, 0]]),
+                             atol=1e-5)
+  emptied = second.cache.reset(np.array([False, False, True]))
+  np.testing.assert_array_equal(emptied.length, [5, 3, 0])
+  again = step(params, TOKENS[:, :1], np.array([[0], [0], [1]], np.int32), emptied)
+  np.testing.assert_allclose(again.logits[2, 0], full[2, 0], atol=1e-5)
+  np.testing.assert_array_equal(again.cache.latent[:, :2], second.cache.latent[:, :2])
+
+
+def test_absorbed_equals_expanded(params):
+  """The same attention with the up-projection folded into query and output."""
+  layer = jax.tree.map(lambda v: v[0], params['moe_layers']['attention'])
+  x = np.random.default_rng(1).standard_normal((3, 14, 16)).astype(np.float32)
+  positions = jnp.broadcast_to(jnp.arange(14), (3, 14))
+
+  @jax.jit
+  def run(layer, x):
+    context = transformer._context(CONFIG, positions, jnp.ones((3, 14), jnp.int32), None)
+    attention = layers.bind(mla.Attention, CONFIG, layer)
+    expanded = attention.expanded(x, context.cos, context.sin, context.mask)
+    empty = jnp.zeros((3, 4, CONFIG.latent_dim)), jnp.zeros((3, 4), bool)
+    return expanded, attention.absorbed(x, context.cos, context.sin, *empty, context.mask)[0]
+
+  expanded, absorbed = run(layer, x)
+  np.testing.assert_allclose(absorbed, expanded, atol=1e-6)
+
+
+def test_refused_arguments(params):
+  with pytest.raises(ValueError, match='3 rows for a cache of 2 slots'):
+    models.forward(CONFIG, params, TOKENS, cache=models.init_cache(CONFIG, 2, 8))
