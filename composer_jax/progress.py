@@ -69,7 +69,7 @@ class _Lines(Progress):
     super().__init__(total, description, initial)
     self._file = file
     self._last = -float('inf')
-    self._printed = ''
+    self._printed: tuple[int, str] | None = None
 
   def show(self) -> None:
     if time.monotonic() - self._last >= LINE_EVERY_S:
@@ -82,10 +82,10 @@ class _Lines(Progress):
     left = self.left_s()
     clock = f'{_clock(self.elapsed_s())} gone'
     clock += '' if left is None else f', {_clock(left)} left'
-    text = f'{self.description}: {self.done}{total}  {clock}  {self.text()}'.rstrip()
-    if text != self._printed:
-      print(text, file=self._file, flush=True)
-      self._printed = text
+    if self._printed != (self.done, self.text()):
+      print(f'{self.description}: {self.done}{total}  {clock}  {self.text()}'.rstrip(),
+            file=self._file, flush=True)
+      self._printed = (self.done, self.text())
 
 
 @contextlib.contextmanager
