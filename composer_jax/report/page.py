@@ -33,7 +33,8 @@ def build(workdir: str | os.PathLike) -> Path:
   if bad:
     warnings.append(f'{bad} lines that should be rollouts')
   text = template('page.html.j2').render(
-      run=run, name=run.path.resolve().name, tiles=tiles(run, evals), evals=evals,
+      run=run, name=run.path.resolve().name, unfinished=tables.unfinished(run),
+      tiles=tiles(run, evals), evals=evals,
       movement=tables.movement(evals[0], evals[-1]) if len(evals) > 1 else None,
       classes=sorted({c for row in evals for c in row.by_class}),
       stages=tables.stage_rows(run),

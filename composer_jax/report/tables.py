@@ -98,6 +98,14 @@ def stage_rows(run: Run) -> list[dict[str, Any]]:
   return rows
 
 
+def unfinished(run: Run) -> list[str]:
+  """Returns the stages that the config asks for and that have not ended."""
+  wanted = run.config.get('stages')
+  done = {stage.name for stage in run.stages if stage.summary}
+  names = wanted if isinstance(wanted, list) else [stage.name for stage in run.stages]
+  return [str(name) for name in names if name not in done]
+
+
 def compression(run: Run, stage: Stage) -> dict[tuple[str, str], float]:
   """Returns (source, tool) -> bits per byte of gzip and xz on the held-out files of a stage.
 

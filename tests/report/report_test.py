@@ -89,6 +89,10 @@ def test_shows_every_part(built):
   assert sum(tag == 'svg' for tag, _ in page.elements) >= 20
 
 
+def test_a_finished_run_is_not_called_unfinished(built):
+  assert 'Not finished' not in built[1]
+
+
 def test_hostile_text_stays_text(built):
   _, text, page = built
   assert [t for t, _ in page.elements].count('script') == 3
@@ -136,8 +140,9 @@ def test_partial_runs(run_folder, tmp_path, missing):
 
 
 def test_a_run_that_only_began(tmp_path):
-  (tmp_path / 'config.json').write_text('{"config": {}, "fingerprint": "f", "version": {}}')
-  assert 'has not finished' in report.build(tmp_path).read_text()
+  (tmp_path / 'config.json').write_text(
+      '{"config": {"stages": ["cpt", "rl"]}, "fingerprint": "f", "version": {}}')
+  assert 'Not finished: cpt, rl.' in report.build(tmp_path).read_text()
 
 
 def test_damaged_files_are_named_and_the_rest_is_shown(run_folder, tmp_path):
