@@ -70,16 +70,22 @@ def _full(model: Any, tokens: Any) -> Any:
 
 def _cached(model: Any, tokens: Any) -> Any:
   """The same from a prefill of the first half and one decode step for each token after it."""
+  import jax
   import jax.numpy as jnp
 
   from composer_jax import models
+
+  @jax.jit
+  def step(params, part, cache):
+    out = models.forward(model.config, params, part, cache=cache)
+    return out.logits[0], out.cache
+
   half = len(tokens) // 2
   cache = models.init_cache(model.config, 1, len(tokens))
   rows = []
   for start, end in [(0, half), *((i, i + 1) for i in range(half, len(tokens) - 1))]:
-    out = models.forward(model.config, model.params, tokens[None, start:end], cache=cache)
-    cache = out.cache
-    rows.append(out.logits[0])
+    logits, cache = step(model.params, tokens[None, start:end], cache)
+    rows.append(logits)
   return _pick(jnp.concatenate(rows), tokens[1:])
 
 
