@@ -31,8 +31,9 @@ class Model:
     config: its shape.
     params: nested dict of arrays.
     tokenizer: text to ids and back.
-    forward: pure function `forward(params, tokens, positions=None, segment_ids=None)`; `tokens` is
-      `[B, S]` int32 (a plain list of ids is one row), the result's `.logits` is `[B, S, V]` float32.
+    forward: pure function `forward(params, tokens, positions=None, segment_ids=None)`; `tokens`
+      is `[B, S]` int32 (a plain list of ids is one row), the result's `.logits` is `[B, S, V]`
+      float32.
   """
 
   config: ModelConfig

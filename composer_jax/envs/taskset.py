@@ -72,9 +72,25 @@ def load(config: TasksetConfig, split: str, count: int, seed: int) -> Taskset:
   """
   if split not in SPLITS:
     raise UserError(f'split: {split!r} is not one of {", ".join(SPLITS)}')
-  most = {'l0': None, 'l1': l1.available, 'l2': l2.available}[config.level]
-  limit = most(split) if most else None
+  limit = _limit(config, split)
   if count < 1 or (limit is not None and count > limit):
     there = f'; there are {limit} {config.level} tasks in {split}' if limit is not None else ''
     raise UserError(f'count: {count}{there}')
   return Taskset(config, split, count, seed)
+
+
+def everything(config: TasksetConfig, split: str, seed: int) -> Taskset:
+  """Returns all tasks of a split of level `l1` or `l2`.
+
+  Raises:
+    UserError: an unknown split, or level `l0`, which has no end.
+  """
+  limit = _limit(config, split) if split in SPLITS else None
+  if limit is None:
+    raise UserError(f'level {config.level}, split {split}: has no end, or does not exist')
+  return load(config, split, limit, seed)
+
+
+def _limit(config: TasksetConfig, split: str) -> int | None:
+  most = {'l0': None, 'l1': l1.available, 'l2': l2.available}[config.level]
+  return most(split) if most else None

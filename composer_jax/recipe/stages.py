@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,11 +13,10 @@ from composer_jax.config import fingerprint
 from composer_jax.data import corpus as corpus_lib
 from composer_jax.data import loader as loader_lib
 from composer_jax.data.chat import Renderer
-from composer_jax.data.tokenizer import Tokenizer
 from composer_jax.envs import expert, taskset, traces
 from composer_jax.envs.grading import Grader
 from composer_jax.envs.sandbox import SandboxPool
-from composer_jax.envs.tasks import functions
+from composer_jax.envs.tasks import functions, validate
 from composer_jax.envs.tools import registry
 from composer_jax.envs.types import Task
 from composer_jax.errors import InfrastructureError, UserError
@@ -93,8 +93,7 @@ def _tokenizer_samples(recipe: Recipe) -> Iterator[str]:
     yield task.instruction
     yield '\n'.join(f'{number}|{line}' for number, line
                     in enumerate(task.files[task.entry].splitlines(), 1))
-    for call in expert.repairs(task, task.files):
-      yield call
+    yield from expert.repairs(task, task.files)
     yield '\n'.join(('read_file', 'run_tests', 'finish', 'ok', registry.PASS, 'no change'))
     yield '\n'.join(f'fail {case.shown} got {case.expected_repr} want {case.expected_repr}'
                     for case in task.visible)
@@ -174,9 +173,9 @@ def sft(context: Context) -> dict[str, Any]:
 def _demonstrate(context: Context, path: pathlib.Path) -> traces.TraceStats:
   recipe = context.recipe
   spec = recipe.traces
-  tasks = taskset.load(recipe.tasks, 'train', spec.count, recipe.seed)
   with (sandboxes(recipe, spec.concurrency) as (pool, grader),
         progress(spec.count, 'demonstrations') as bar):
+    tasks = admitted(recipe, 'train', spec.count, recipe.seed, grader)
     done = 0
 
     def on_progress(rows: int) -> None:
@@ -189,7 +188,8 @@ def _demonstrate(context: Context, path: pathlib.Path) -> traces.TraceStats:
       count=spec.count, concurrency=spec.concurrency, config=spec.expert, on_progress=on_progress)
   if stats.success < 1:
     raise InfrastructureError(
-      f'the expert solved only {stats.success:.1%} of its tasks; the sandbox or the tasks are broken')
+      f'the expert solved only {stats.success:.1%} of its tasks: the sandbox or the tasks are '
+      'broken')
   return stats
 
 
@@ -200,7 +200,7 @@ def rl(context: Context) -> dict[str, Any]:
   model = context.model('rl')
   folder = context.folder('rl')
   with sandboxes(recipe, recipe.sampler.slots) as (pool, grader):
-    environment = EpisodeEnvironment(rl_tasks(recipe), pool, grader, Renderer(tokenizer))
+    environment = EpisodeEnvironment(rl_tasks(recipe, grader), pool, grader, Renderer(tokenizer))
     result = rl_trainer.run_stage(
       config, model_config=model, params=context.params('sft'),
       engine=Engine(model, recipe.sampler, tokenizer.end_id), environment=environment,
@@ -210,11 +210,33 @@ def rl(context: Context) -> dict[str, Any]:
           'dropped': result.dropped}
 
 
-def rl_tasks(recipe: Recipe) -> Sequence[Task]:
+def rl_tasks(recipe: Recipe, grader: Grader) -> Sequence[Task]:
   """The RL tasks: train split, a generator seed that the demonstrations did not use."""
   config = recipe.rl
-  count = config.steps * config.groups_per_step * (1 + config.max_extra_groups)
-  return taskset.load(recipe.tasks, 'train', max(count, 1), recipe.seed + 1_000_003)
+  count = config.steps * (config.groups_per_step + config.max_extra_groups)
+  return admitted(recipe, 'train', max(count, 1), recipe.seed + 1_000_003, grader)
+
+
+def admitted(recipe: Recipe, split: str, count: int, seed: int, grader: Grader
+             ) -> Sequence[Task]:
+  """Returns `count` tasks whose gold repair passes and whose starting point does not.
+
+  L0 tasks are right by construction; the candidates of the other levels are tried in the sandbox.
+
+  Raises:
+    UserError: there are not so many.
+  """
+  if recipe.tasks.level == 'l0':
+    return taskset.load(recipe.tasks, split, count, seed)
+  candidates = taskset.everything(recipe.tasks, split, seed)
+  found: list[Task] = []
+  for verdict in validate.validate(candidates, grader, wait=functools.partial(time.sleep, 0.002)):
+    if verdict.admitted:
+      found.append(verdict.task)
+    if len(found) == count:
+      return found
+  raise UserError(f'config.tasks.level: {count} {recipe.tasks.level} tasks are asked for, and '
+                  f'{len(found)} of {len(candidates)} candidates in {split} are admitted')
 
 
 def evaluate(context: Context, stage: str) -> dict[str, Any]:
@@ -222,12 +244,13 @@ def evaluate(context: Context, stage: str) -> dict[str, Any]:
   recipe = context.recipe
   spec, tokenizer = recipe.eval, context.corpus.tokenizer
   model = context.model(stage)
-  tasks = taskset.load(recipe.tasks, 'heldout', spec.tasks, spec.seed)
   with sandboxes(recipe, recipe.sampler.slots) as (pool, grader):
+    tasks = admitted(recipe, 'heldout', spec.tasks, spec.seed, grader)
     result = eval_runner.evaluate(
       model, context.params(stage), tokenizer, tasks, samples_per_task=spec.samples_per_task,
       engine_config=recipe.sampler, pool=pool, grader=grader, seed=spec.seed,
-      bootstrap_samples=spec.bootstrap_samples, folder=context.folder(f'eval_{stage}'))
+      bootstrap_samples=spec.bootstrap_samples, folder=context.folder(f'eval_{stage}'),
+      description=f'eval_{stage}')
   return result.summary
 
 

@@ -1,10 +1,10 @@
-"""How does the curvature of the length penalty act? (Composer 2 report, section 4.2)
+"""How does the curvature of the length penalty act (Composer 2 report, section 4.2)?
 
-    composer-jax sweep --config=experiments/ablations/length_penalty.py --workdir=runs/length_penalty
+    composer-jax sweep --config=experiments/ablations/length_penalty.py --workdir=runs/penalty
 
 `q` bends C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)): 0 is linear, 1 logarithmic, and above 1 it
-saturates at 1 / (k (q - 1)). All trials charge the same for the shortest successful episode, so that
-they differ in curvature and not in strength. Pretraining and SFT are done once and shared.
+saturates at 1 / (k (q - 1)). All trials charge the same for the shortest successful episode, so
+that they differ in curvature and not in strength. Pretraining and SFT are done once and shared.
 """
 
 import math

@@ -2,10 +2,10 @@
 
     composer-jax run --config=experiments/tiny/composer2.py --workdir=runs/tiny
 
-Continued pretraining on the code of this machine and on clean functions, a phase with rows twice as
-long, SFT on demonstrations that a scripted expert gives in the sandbox, and asynchronous RL on tasks
-with one injected bug each, evaluated on held-out tasks before and after. Budgets are steps, not
-seconds, so that the result does not depend on the load of the machine.
+Continued pretraining on the code of this machine and on clean functions, a phase with rows twice
+as long, SFT on demonstrations that a scripted expert gives in the sandbox, and asynchronous RL on
+tasks with one injected bug each, evaluated on held-out tasks before and after. Budgets are steps,
+not seconds, so that the result does not depend on the load of the machine.
 """
 
 from ml_collections import ConfigDict
@@ -54,8 +54,11 @@ def data() -> dict:
 
 
 def pretraining(steps: int, seq_len: int, batch_size: int, lr: float = 3e-3) -> dict:
-  """Returns a pretraining stage. Clean functions are two thirds of the rows: at this size they,
-  and not the standard library, are what later stages profit from (see experiments/LOG.md)."""
+  """Returns a pretraining stage.
+
+  Clean functions are two thirds of the rows: at this size they, and not the standard library, are
+  what later stages profit from (see experiments/LOG.md).
+  """
   return {
     'steps': steps, 'seq_len': seq_len, 'batch_size': batch_size,
     'mixture': {'functions': 0.67, 'stdlib': 0.22, 'packages': 0.11},
