@@ -145,7 +145,7 @@ def groups_to_bytes(groups: Sequence[Group]) -> bytes:
     index.append({'ordinal': group.ordinal, 'zero_signal': group.zero_signal, 'samples': rows})
   stream = io.BytesIO()
   text = np.frombuffer(json.dumps(index).encode(), dtype=np.uint8)
-  np.savez_compressed(stream, index=text, **arrays)
+  np.savez(stream, index=text, **arrays)
   return stream.getvalue()
 
 

@@ -10,9 +10,6 @@ import pytest
 from composer_jax import models
 from composer_jax.rl import objective, replay
 from composer_jax.rl.objective import ObjectiveConfig, policy_loss
-from composer_jax.train import state as state_lib
-from composer_jax.train.optimizer import OptimizerConfig, make_optimizer
-from composer_jax.train.step import make_train_step
 
 
 def numpy_gradient(logits, targets, sampler, advantages, weights, denominator, cap):
@@ -69,8 +66,23 @@ def test_masked_positions_may_hold_anything(poison):
 
 
 @pytest.fixture(scope='module')
-def problem(fakes, model_config):
-  """Eight rollouts of unequal lengths with hand-made advantages, and a way to get gradients."""
+def model_config():
+  """One MoE layer: what is tested here is the loss, and compilation takes most of the time."""
+  return models.ModelConfig(
+      vocab_size=64, hidden_size=16, num_hidden_layers=1, first_k_dense_replace=0,
+      moe_intermediate_size=8, n_routed_experts=4, num_experts_per_tok=2, num_attention_heads=2,
+      kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4,
+      max_position_embeddings=64, initializer_range=0.3)
+
+
+@pytest.fixture(scope='module')
+def params(model_config):
+  return models.init(model_config, jax.random.key(0))
+
+
+@pytest.fixture(scope='module')
+def problem(fakes):
+  """Eight rollouts of unequal lengths, and hand-made advantages."""
   masks = ['..##', '...#####..##', '..#', '....##.##', '.#.#.#', '..########', '...##', '..##..##']
   samples = []
   for i, mask in enumerate(masks):
@@ -82,37 +94,41 @@ def problem(fakes, model_config):
   return samples, np.linspace(-1, 1, 8)
 
 
-def gradient(samples, advantages, model_config, params, rows, row_len, denominator=50.0):
-  """Returns the summed gradient over the micro-batches of a layout."""
-  layout = replay.plan([len(s.rollout.tokens) for s in samples], row_len, rows,
-                       -(-len(samples) // rows))
-  batch = replay.build_batch(samples, advantages, layout, denominator, (1, 2))
+@pytest.fixture(scope='module')
+def gradient(model_config, params):
+  """Returns a function that sums the gradient over the micro-batches of a layout."""
   loss_fn = objective.make_rl_loss(model_config, ObjectiveConfig())
-  total = None
   grad_fn = jax.jit(jax.grad(lambda p, micro: loss_fn(p, micro)[0]))
-  for i in range(layout.micro_batches_used):
-    micro = jax.tree.map(lambda x, i=i: x[i], batch.replace(denominator=None))
-    grads = grad_fn(params, micro.replace(denominator=batch.denominator))
-    total = grads if total is None else jax.tree.map(jnp.add, total, grads)
-  return total
+
+  def call(samples, advantages, rows, row_len):
+    layout = replay.plan([len(s.rollout.tokens) for s in samples], row_len, rows,
+                         -(-len(samples) // rows))
+    batch = replay.build_batch(samples, advantages, layout, 50.0, (1, 2))
+    grads = []
+    for i in range(layout.micro_batches_used):
+      micro = jax.tree.map(lambda x, i=i: x[i], batch.replace(denominator=None))
+      grads.append(grad_fn(params, micro.replace(denominator=batch.denominator)))
+    return jax.tree.map(lambda *parts: sum(parts), *grads)
+  return call
 
 
-def close(a, b, atol=1e-6):
+def close(a, b, atol=1e-7):
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), a, b)
 
 
-def test_no_split_changes_the_gradient(problem, model_config, params):
+def test_no_split_changes_the_gradient(problem, gradient):
   samples, advantages = problem
-  one = gradient(samples, advantages, model_config, params, 8, 12)
-  close(one, gradient(samples, advantages, model_config, params, 1, 12))
-  close(one, gradient(samples, advantages, model_config, params, 2, 24))  # packed
+  one = gradient(samples, advantages, 8, 12)
+  assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(one)) > 1e-3
+  close(one, gradient(samples, advantages, 1, 12))
+  close(one, gradient(samples, advantages, 1, 24))  # packed
 
 
-def test_a_rollout_is_not_divided_by_its_length(problem, model_config, params):
+def test_a_rollout_is_not_divided_by_its_length(problem, gradient):
   """Twice the same row in a batch is twice its gradient; the divisor is a constant."""
   samples, advantages = problem
-  alone = gradient(samples[1:2], advantages[1:2], model_config, params, 1, 12)
-  twice = gradient([samples[1]] * 2, [advantages[1]] * 2, model_config, params, 1, 24)
+  alone = gradient(samples[1:2], advantages[1:2], 1, 12)
+  twice = gradient([samples[1]] * 2, [advantages[1]] * 2, 1, 24)
   close(jax.tree.map(lambda x: 2 * x, alone), twice)
 
   # a longer rollout weighs its tokens like a short one: per-token terms do not see the length
@@ -122,18 +138,13 @@ def test_a_rollout_is_not_divided_by_its_length(problem, model_config, params):
   assert float(token_terms(3)[0]) == float(token_terms(6)[0]) == pytest.approx(-1 / 20)
 
 
-def test_a_step_without_tokens_changes_no_bit(model_config, params):
-  tx = make_optimizer(OptimizerConfig(lr=0.1, weight_decay=0.1), 10)
-  state = state_lib.create(params, tx)
-  before = jax.device_get(state)
-  layout = replay.plan([], 12, 2, 3)
-  batch = replay.build_batch([], [], layout, 50.0, (1, 2))
-  step = make_train_step(objective.make_rl_loss(model_config, ObjectiveConfig()), tx)
-  state, metrics = step(state, batch)
-  assert int(metrics['skipped']) == 1
-  jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state))
-  figures = objective.summarise(jax.device_get(metrics))
-  assert figures['gap_p99'] == 0 and figures['tokens_trained'] == 0
+def test_figures_of_a_step_without_tokens_are_finite():
+  names = ('tokens', 'loss', 'grad_norm', 'entropy_sum', 'ratio_sum', 'capped_sum', 'gap_sum',
+           'gap_max', 'replaced_sum', 'recorded_sum', 'load_max', 'bad_micro', 'step')
+  zeros = dict.fromkeys(names, 0)
+  figures = objective.summarise({**zeros, 'skipped': 1, 'gap_histogram': np.zeros(82)})
+  assert figures.pop('skipped') == 1
+  assert set(figures.values()) == {0}
 
 
 def test_metrics_match_a_direct_computation(problem, model_config, params):
@@ -142,7 +153,7 @@ def test_metrics_match_a_direct_computation(problem, model_config, params):
   batch = replay.build_batch(samples, advantages, layout, 50.0, (1, 2))
   batch = jax.tree.map(lambda x: x[0], batch.replace(denominator=None)).replace(denominator=50.0)
   config = ObjectiveConfig(temperature=0.7, replay_slack=float('inf'))
-  _, metrics = objective.make_rl_loss(model_config, config)(params, batch)
+  _, metrics = jax.jit(objective.make_rl_loss(model_config, config))(params, batch)
   routing = models.Routing(jnp.moveaxis(batch.routing, -2, 0), batch.routing_mask)
   out = models.forward(model_config, params, batch.tokens, positions=batch.positions,
                        segment_ids=batch.segment_ids, routing=routing)
@@ -162,7 +173,7 @@ def test_metrics_match_a_direct_computation(problem, model_config, params):
   assert figures['replay_override_fraction'] == 0
   # the trainer's own routing overrides exactly what differs from the record
   strict = objective.make_rl_loss(model_config, dataclasses.replace(config, replay_slack=0.0))
-  _, metrics = strict(params, batch)
+  _, metrics = jax.jit(strict)(params, batch)
   own = models.forward(model_config, params, batch.tokens, positions=batch.positions,
                        segment_ids=batch.segment_ids).router.indices
   recorded = np.moveaxis(batch.routing, -2, 0)
