@@ -31,7 +31,7 @@ class RLConfig:
       (the verdict alone, so that a length penalty cannot make a group informative) or 'shaped'
       (with length penalty and behaviour rewards, without the KL part).
     group_deadline_s: a group that is not complete after so long goes on without the missing
-      members, or is dropped.
+      members, or is dropped. Long enough for the sampler's compilation on a busy machine.
     optimizer: AdamW (the report trains RL with Adam); linear decay to a fifth by default.
     objective: the policy-gradient loss.
     length_penalty: nonlinear length penalty.
@@ -56,7 +56,7 @@ class RLConfig:
   max_staleness: int = 1
   max_extra_groups: int = 0
   zero_signal: Literal['correctness', 'shaped'] = 'correctness'
-  group_deadline_s: float = 120.0
+  group_deadline_s: float = 600.0
   optimizer: OptimizerConfig = dataclasses.field(default_factory=_default_optimizer)
   objective: ObjectiveConfig = ObjectiveConfig()
   length_penalty: LengthPenaltyConfig = LengthPenaltyConfig()
