@@ -5,8 +5,9 @@ Invariant between ticks: a slot's cache holds its whole sequence except the last
 needs logits, decode always starts the same way (after a prompt, after a tool result, in the middle
 of a turn), and a turn's `<|end|>` enters the cache together with the tool result behind it.
 
-Nothing here is compiled more than once per shape: one decode loop per cache view and one prefill
-chunk per bucket, whatever the sessions do.
+Nothing here is compiled more than once per shape: per cache view one decode loop and one prefill
+chunk of each bucket, whatever the sessions do.  A used slot is not wiped: entries past a slot's
+length weigh exactly 0, and numbers that are not finite stop the run where they are sampled.
 """
 
 import dataclasses
@@ -40,15 +41,15 @@ class EngineConfig:
     prefill_tokens: rows times width of one prefill chunk.
     decode_chunk: most tokens a slot samples in one tick.  Short chunks serve finished tool calls
       and new weights sooner, long ones spend less on the host.
-    cache_views: decode attends over the first of these lengths that holds every active slot,
-      `max_len` always being the last.
+    cache_views: prefill and decode attend over the shortest of these lengths that holds every
+      slot they serve, `max_len` always being the last; each view is compiled on its own.
     temperature: of the sampling; 0 is greedy and refused for training.
     seed: with the session's id it determines the session's random stream.
   """
 
   slots: int = 96
   max_len: int = 256
-  prefill_buckets: tuple[int, ...] = (8, 16, 32, 64)
+  prefill_buckets: tuple[int, ...] = (8, 32)
   prefill_tokens: int = 256
   decode_chunk: int = 8
   cache_views: tuple[int, ...] = (128,)
@@ -84,8 +85,9 @@ class Engine:
         model_config.num_hidden_layers - model_config.first_k_dense_replace,
         model_config.num_experts_per_tok,
     )
-    self._cache = cache_lib.init_cache(model_config, config.slots, config.max_len)
-    self._length = np.zeros(config.slots, np.int32)  # host copy of the cache's lengths
+    self._latent = cache_lib.init_cache(model_config, config.slots, config.max_len).latent
+    # Lengths live on the host: they follow from the requests and from how much was sampled.
+    self._length = np.zeros(config.slots, np.int32)
     self._current = np.zeros(config.slots, np.int32)
     self._keys = np.zeros((config.slots, 2), np.uint32)
     self._views = sorted({*(v for v in config.cache_views if v < config.max_len), config.max_len})
@@ -99,20 +101,18 @@ class Engine:
     """Feeds and samples for the requested slots; all others stay as they are.
 
     Raises:
-      ValueError: a sequence would outgrow the cache, or a slot was never started.
+      ValueError: a sequence would outgrow the cache, or a new session brings no token.
     """
     limits = np.zeros(self.slots, np.int32)
     items = []
     for request in requests:
       items += self._start(request)
       limits[request.slot] = min(request.limit, self.config.decode_chunk)
-      if self._length[request.slot] + 1 + request.limit > self.max_len:
-        raise ValueError(f'slot {request.slot} would outgrow its {self.max_len} cache entries')
     fed = self._run_prefill(params, items)
-    view = next(v for v in self._views if (self._length + limits).max(where=limits > 0,
-                                                                      initial=0) <= v)
-    self._cache, out = self._decode(
-        params, self._cache, self._current, self._keys, limits, self.temperature or 1.0, view=view)
+    view = self._view(self._length[limits > 0] + limits[limits > 0])
+    self._latent, out = self._decode(
+        params, self._latent, self._length, self._current, self._keys, limits,
+        self.temperature or 1.0, view=view)
     tokens, logprobs, routing, counts, ended = jax.device_get(out)
     outputs = []
     for request in requests:
@@ -124,22 +124,27 @@ class Engine:
                                 np.concatenate(records), bool(ended[slot])))
     return outputs
 
+  def _view(self, ends: Int[np.ndarray, 'n']) -> int:
+    """Returns the shortest view that holds sequences with these ends."""
+    return next(view for view in self._views if view >= ends.max())
+
   def _start(self, request: SlotRequest) -> list[PrefillItem]:
     """Updates the slot's host state for the forced tokens and returns what to prefill."""
-    slot, fresh = request.slot, request.session_id is not None
-    if fresh:
+    slot, text = request.slot, np.asarray(request.feed, np.int32)
+    if request.session_id is not None:
+      if not len(text):
+        raise ValueError(f'slot {slot}: a new session needs at least one token')
       self._keys[slot] = sampling.session_key(self.config.seed, request.session_id)
-      self._length[slot] = 0
-      text = np.asarray(request.feed, np.int32)
-    elif request.feed:
-      text = np.asarray([self._current[slot], *request.feed], np.int32)
-    else:
-      return []
-    if fresh and not request.feed:
-      raise ValueError(f'slot {slot}: a new session needs at least one token')
-    self._current[slot] = text[-1]
-    self._length[slot] += len(text) - 1
-    return plan(slot, text[:-1], fresh, self.config.prefill_buckets)
+      self._length[slot] = 0  # what the slot held before is masked from now on
+    elif len(text):
+      text = np.concatenate([self._current[slot:slot + 1], text])
+    start = int(self._length[slot])
+    if start + max(1, len(text)) + request.limit > self.max_len:
+      raise ValueError(f'slot {slot} would outgrow its {self.max_len} cache entries')
+    if len(text):
+      self._current[slot] = text[-1]
+      self._length[slot] += len(text) - 1
+    return plan(slot, start, text[:-1], self.config.prefill_buckets)
 
   def _run_prefill(self, params: Any, items: list[PrefillItem]) -> dict[int, list[np.ndarray]]:
     """Runs the chunks, same width together, in order per slot; returns routing by slot."""
@@ -147,10 +152,11 @@ class Engine:
     for order, width in sorted({(item.order, item.width) for item in items}):
       group = [item for item in items if (item.order, item.width) == (order, width)]
       rows = self.config.prefill_tokens // width
-      for start in range(0, len(group), rows):
-        part = group[start:start + rows]
-        self._cache, routing = self._prefill(params, self._cache, *_pad(part, rows, width,
-                                                                        self.slots))
+      for first in range(0, len(group), rows):
+        part = group[first:first + rows]
+        view = self._view(np.asarray([item.start + len(item.tokens) for item in part]))
+        self._latent, routing = self._prefill(
+            params, self._latent, *_pad(part, rows, width, self.slots), view=view)
         pending.append((part, routing))
     for part, routing in pending:  # only now, so that the chunks run without a host round trip
       routing = np.asarray(routing)
@@ -163,12 +169,14 @@ class Engine:
 def prefill_chunk(
     model_config: ModelConfig,
     params: Any,
-    cache: cache_lib.Cache,
+    latent: Float[Array, 'L N M C'],
     tokens: Int[Array, 'R P'],
     counts: Int[Array, 'R'],
     slots: Int[Array, 'R'],
-    fresh: Bool[Array, 'R'],
-) -> tuple[cache_lib.Cache, UInt16[Array, 'L R P K']]:
+    lengths: Int[Array, 'R'],
+    *,
+    view: int,
+) -> tuple[Float[Array, 'L N M C'], UInt16[Array, 'L R P K']]:
   """Appends tokens to R of the cache's rows.
 
   The rows are gathered into a small batch and scattered back: most ticks feed few of the slots.
@@ -176,32 +184,30 @@ def prefill_chunk(
   Args:
     model_config: the model.
     params: its parameters.
-    cache: all slots.
+    latent: cache entries of all slots.
     tokens: text, padded at the end.
-    counts: valid tokens per row, 0 allowed.
+    counts: valid tokens per row.
     slots: cache row of each row, distinct; an index past the last slot marks an unused row.
-    fresh: the row starts a new session: what the slot held before is wiped.
+    lengths: tokens that each row's slot holds.
+    view: attend over the first `view` cache entries; all rows must stay within.
 
   Returns:
-    The cache, and the chosen experts of every token (garbage at padding).
+    The cache entries, and the chosen experts of every token (garbage at padding).
   """
-  rows = jnp.take(cache.latent, slots, axis=1, mode='clip')
-  rows = jnp.where(fresh[None, :, None, None], 0, rows)
-  length = jnp.where(fresh, 0, jnp.take(cache.length, slots, mode='clip'))
+  rows = jnp.take(latent[:, :, :view], slots, axis=1, mode='clip')
   valid = jnp.arange(tokens.shape[1])[None] < counts[:, None]
   out = transformer.forward(
       model_config, params, tokens, segment_ids=valid.astype(jnp.int32),
-      cache=cache_lib.Cache(rows, length), output='hidden')
-  cache = cache_lib.Cache(
-      cache.latent.at[:, slots].set(out.cache.latent, mode='drop', unique_indices=True),
-      cache.length.at[slots].set(out.cache.length, mode='drop', unique_indices=True))
-  return cache, out.router.indices.astype(jnp.uint16)
+      cache=cache_lib.Cache(rows, lengths), output='hidden')
+  latent = latent.at[:, slots, :view].set(out.cache.latent, mode='drop', unique_indices=True)
+  return latent, out.router.indices.astype(jnp.uint16)
 
 
 def decode_chunk(
     model_config: ModelConfig,
     params: Any,
-    cache: cache_lib.Cache,
+    latent: Float[Array, 'L N M C'],
+    lengths: Int[Array, 'N'],
     current: Int[Array, 'N'],
     keys: UInt32[Array, 'N 2'],
     limits: Int[Array, 'N'],
@@ -211,44 +217,46 @@ def decode_chunk(
     steps: int,
     greedy: bool,
     view: int,
-) -> tuple[cache_lib.Cache, tuple[
-    Int[Array, 'C N'], Float[Array, 'C N'], UInt16[Array, 'C L N K'], Int[Array, 'N'],
+) -> tuple[Float[Array, 'L N M C'], tuple[
+    Int[Array, 'S N'], Float[Array, 'S N'], UInt16[Array, 'S L N K'], Int[Array, 'N'],
     Bool[Array, 'N']]]:
   """Samples up to `limits` tokens per slot, until each has ended, for at most `steps` steps.
 
   Args:
     model_config: the model.
     params: its parameters.
-    cache: all slots; holds each sequence but its current token.
+    latent: cache entries of all slots; they hold each sequence but its current token.
+    lengths: tokens that each slot holds.
     current: the last token of each sequence.
     keys: random stream of each slot.
     limits: most tokens to sample; 0 leaves the slot untouched.
     temperature: of the sampling, above 0.
     end_id: token that ends a turn.
-    steps: size C of the outputs.
+    steps: size S of the outputs.
     greedy: take the arg-max.
     view: attend over the first `view` cache entries; all active sequences must stay within.
 
   Returns:
-    The cache, and (tokens, log-probs, experts of the fed token, number of sampled tokens, ended).
+    The cache entries, and (tokens, log-probs, experts of the fed token, number of sampled tokens,
+    ended).
   """
   slots = current.shape[0]
   layers = model_config.num_hidden_layers - model_config.first_k_dense_replace
   outputs = (jnp.zeros((steps, slots), jnp.int32), jnp.zeros((steps, slots), jnp.float32),
              jnp.zeros((steps, layers, slots, model_config.num_experts_per_tok), jnp.uint16))
-  seen = cache_lib.Cache(cache.latent[:, :, :view], cache.length)
 
   def wants_more(state):
     step, _, _, active, _, _, _ = state
     return (step < steps) & jnp.any(active)
 
   def body(state):
-    step, seen, current, active, counts, ended, outputs = state
+    step, cache, current, active, counts, ended, outputs = state
     out = transformer.forward(
         model_config, params, current[:, None], segment_ids=active[:, None].astype(jnp.int32),
-        cache=seen)
-    drawn, logprobs = sampling.sample(
-        out.logits[:, 0], keys, seen.length + 1, temperature, greedy)
+        cache=cache)
+    # Idle slots may be longer than the view, where the cache would cut their lengths.
+    positions = lengths + counts + 1
+    drawn, logprobs = sampling.sample(out.logits[:, 0], keys, positions, temperature, greedy)
     current = jnp.where(active, drawn, current)
     counts = counts + active
     ended = ended | (active & (drawn == end_id))
@@ -258,18 +266,18 @@ def decode_chunk(
     return step + 1, out.cache, current, active, counts, ended, outputs
 
   zeros = jnp.zeros(slots, jnp.int32)
+  seen = cache_lib.Cache(latent[:, :, :view], lengths)
   state = (0, seen, current, limits > 0, zeros, zeros > 0, outputs)
   _, seen, _, _, counts, ended, outputs = jax.lax.while_loop(wants_more, body, state)
-  latent = seen.latent if view == cache.latent.shape[2] else (
-      cache.latent.at[:, :, :view].set(seen.latent))
-  # The view cuts off what idle slots hold beyond it, lengths included: theirs stay as they were.
-  length = jnp.where(limits > 0, seen.length, cache.length)
-  return cache_lib.Cache(latent, length), (*outputs, counts, ended)
+  if view == latent.shape[2]:
+    return seen.latent, (*outputs, counts, ended)
+  return latent.at[:, :, :view].set(seen.latent), (*outputs, counts, ended)
 
 
 # Compiled functions outlive an engine: a second one with the same shapes costs no compilation.
-_prefill = jax.jit(prefill_chunk, static_argnames='model_config', donate_argnames='cache')
-_decode = jax.jit(decode_chunk, donate_argnames='cache',
+_prefill = jax.jit(prefill_chunk, static_argnames=('model_config', 'view'),
+                   donate_argnames='latent')
+_decode = jax.jit(decode_chunk, donate_argnames='latent',
                   static_argnames=('model_config', 'end_id', 'steps', 'greedy', 'view'))
 
 
@@ -279,10 +287,10 @@ def _pad(items: list[PrefillItem], rows: int, width: int, slots: int) -> tuple[n
   counts = np.zeros(rows, np.int32)
   # Unused rows get distinct indices past the end: the scatter promises unique ones.
   where = np.arange(slots, slots + rows, dtype=np.int32)
-  fresh = np.zeros(rows, bool)
+  lengths = np.zeros(rows, np.int32)
   for row, item in enumerate(items):
     tokens[row, :len(item.tokens)] = item.tokens
     counts[row] = len(item.tokens)
     where[row] = item.slot
-    fresh[row] = item.fresh
-  return tokens, counts, where, fresh
+    lengths[row] = item.start
+  return tokens, counts, where, lengths

@@ -14,33 +14,37 @@ class PrefillItem:
   Attributes:
     slot: cache row.
     order: 0 for the slot's first chunk in this tick, then 1, 2, ...
-    tokens: at most `width` ids.
+    start: tokens in front of the chunk in the slot's sequence.
+    tokens: at least 1 and at most `width` ids.
     width: the bucket the chunk is padded to.
-    fresh: the slot starts from an empty context with this chunk.
   """
 
   slot: int
   order: int
+  start: int
   tokens: Int32[np.ndarray, 'n']
   width: int
-  fresh: bool
 
 
-def plan(slot: int, tokens: Int32[np.ndarray, 'n'], fresh: bool,
+def plan(slot: int, start: int, tokens: Int32[np.ndarray, 'n'],
          buckets: Sequence[int]) -> list[PrefillItem]:
   """Cuts a slot's forced tokens into chunks.
 
   The cut depends on this slot's text alone, so a session's numbers do not depend on its
   neighbours.  As long as the text exceeds the widest bucket, chunks of that width are cut off; the
-  rest goes into the smallest bucket that holds it.  A fresh slot without tokens gets an empty
-  chunk, which wipes it.
+  rest goes into the smallest bucket that holds it.
+
+  Args:
+    slot: cache row.
+    start: tokens that the slot holds.
+    tokens: what to append; may be empty.
+    buckets: the widths there are.
   """
   widths = sorted(buckets)
-  items, start = [], 0
-  while start < len(tokens) or (fresh and not items):
-    left = len(tokens) - start
+  items, done = [], 0
+  while done < len(tokens):
+    left = len(tokens) - done
     width = next((w for w in widths if w >= left), widths[-1])
-    items.append(PrefillItem(slot, len(items), tokens[start:start + width], width,
-                             fresh and not items))
-    start += width
+    items.append(PrefillItem(slot, len(items), start + done, tokens[done:done + width], width))
+    done += width
   return items
