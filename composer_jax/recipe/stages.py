@@ -32,6 +32,7 @@ from composer_jax.train import supervised
 from composer_jax.train.config import StageConfig, extend_context
 
 _TOKENIZER_TASKS = 2_000
+_SPARE_STEPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,8 +214,10 @@ def rl(context: Context) -> dict[str, Any]:
 def rl_tasks(recipe: Recipe, grader: Grader) -> Sequence[Task]:
   """The RL tasks: train split, a generator seed that the demonstrations did not use."""
   config = recipe.rl
-  count = config.steps * (config.groups_per_step + config.max_extra_groups)
-  return admitted(recipe, 'train', max(count, 1), recipe.seed + 1_000_003, grader)
+  step = config.groups_per_step + config.max_extra_groups
+  # dropped groups (stale, late, broken) are not tried again: the margin keeps the last steps full
+  count = config.steps * step + _SPARE_STEPS * step
+  return admitted(recipe, 'train', count, recipe.seed + 1_000_003, grader)
 
 
 def admitted(recipe: Recipe, split: str, count: int, seed: int, grader: Grader

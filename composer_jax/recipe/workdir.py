@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import shutil
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,8 +69,8 @@ def claim(workdir: pathlib.Path, config: Any, version: dict[str, str]) -> None:
     strangers = sorted(p.name for p in workdir.iterdir() if not p.name.startswith('.'))
     if strangers:
       raise UserError(f'--workdir={workdir} is not empty and holds no run ({strangers[0]}, ...)')
-    write_json(path, {'config': resolved, 'fingerprint': fingerprint(_identity(resolved)),
-                      'version': version})
+    write_json(path, {'run_id': uuid.uuid4().hex[:12], 'config': resolved,
+                      'fingerprint': fingerprint(_identity(resolved)), 'version': version})
     return
   stored = read_json(path)['config']
   difference = first_difference(_identity(stored), _identity(resolved))
