@@ -97,8 +97,8 @@ class CheckpointManager:
     self._saving = None
 
   def steps(self) -> list[int]:
-    """Returns the steps on disk, rising."""
-    return sorted(self._manager.all_steps())
+    """Returns the steps that are complete on disk, rising."""
+    return sorted(self._manager.all_steps(read=True))  # Orbax's memory includes unfinished ones
 
   def restore_latest(self, target: Any) -> Restored | None:
     """Reads the newest checkpoint that is intact; damaged newer ones are removed, with a warning.
@@ -113,6 +113,7 @@ class CheckpointManager:
       UserError: the checkpoint is of another model or optimizer.
       InfrastructureError: there are checkpoints and none can be read.
     """
+    self.wait()
     damaged: list[int] = []
     for step in reversed(self.steps()):
       try:
@@ -172,6 +173,7 @@ class CheckpointManager:
     except InfrastructureError:
       self._saving = None
       self._remove_leftovers()
+      self._manager.reload()  # forget the step that was never completed
       raise
 
   def _remove_leftovers(self) -> None:
@@ -250,10 +252,14 @@ def _quiet_orbax() -> None:
 
 @contextlib.contextmanager
 def _quiet_coroutines() -> Iterator[None]:
-  """Drops the "Exception ignored in coroutine" reports of a read that fails inside the block."""
+  """Drops the "Exception ignored" reports that a failing read in the block leaves behind."""
   hook = sys.unraisablehook
-  sys.unraisablehook = lambda report: (
-      None if hasattr(report.object, 'cr_code') else hook(report))
+
+  def quiet(report: Any) -> None:
+    if not hasattr(report.object, 'cr_code') and str(report.exc_value) != 'Event loop is closed':
+      hook(report)
+
+  sys.unraisablehook = quiet
   try:
     yield
   except Exception:

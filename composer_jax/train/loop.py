@@ -116,6 +116,8 @@ class _Run:
     self.cursor, self.state = cursor, state
     self.schedule = make_schedule(stage.optimizer, stage.steps)
     self.window: list[dict[str, jax.Array]] = []  # metrics of the steps since the last row
+    self.untimed = 0  # how many of them the clock leaves out
+    self.compiled = False
     self.started = time.monotonic() - cursor.wall_s
     self.window_started = time.monotonic()
 
@@ -146,6 +148,9 @@ class _Run:
     metrics.pop('counts', None)
     self.window.append(metrics)
     self.cursor.step += 1
+    if not self.compiled:  # compilation is no part of the speed
+      jax.block_until_ready(metrics)
+      self.compiled, self.untimed, self.window_started = True, 1, time.monotonic()
 
   def _log(self) -> None:
     """Waits for the steps since the last row, checks them and writes their mean."""
@@ -160,13 +165,15 @@ class _Run:
     tokens = sum(int(row['tokens']) for row in rows)
     values = summarize(rows)
     values['lr'] = float(self.schedule(max(int(rows[-1]['step']) - 1, 0)))
-    values['tokens_per_s'] = tokens / max(seconds, 1e-9)
+    timed = sum(int(row['tokens']) for row in rows[self.untimed:])
+    if timed:
+      values['tokens_per_s'] = timed / max(seconds, 1e-9)
     self.cursor.tokens += tokens
     self.cursor.loss = values.get('loss', self.cursor.loss)
     self._write(**values, tokens=self.cursor.tokens)
     shown = {name: values[name] for name in ('loss', 'tokens_per_s') if name in values}
     self.bar.update(len(rows), **shown)
-    self.window = []
+    self.window, self.untimed = [], 0
     self.window_started = time.monotonic()
 
   def _evaluate_if_due(self) -> None:

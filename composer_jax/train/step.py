@@ -45,23 +45,24 @@ def make_train_step(loss_fn: LossFn, tx: optax.GradientTransformation, *,
   def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
     weight = jnp.sum(batch.weights, dtype=jnp.float32)
     total = _accumulate(loss_fn, state, batch, any_token=weight > 0)
-    # exactly 1 unless micro-batches were dropped
-    scale = weight / jnp.maximum(weight - total['bad_weight'], jnp.finfo(jnp.float32).tiny)
+    scale = _rest_scale(weight, total['bad_weight']) if len(batch.tokens) > 1 else 1.0
     grads = jax.tree.map(lambda g: g * scale, total['grads'])
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     good = (total['used'] > 0) & jnp.isfinite(norm)
     bad = ~good & (weight > 0)
-    state = jax.lax.cond(good, _apply(tx, bias_rate), _keep, state, grads,
-                         total['metrics'].get('counts'), bad)
-    metrics = {k: x * scale.astype(x.dtype) if _is_share(k) else x
-               for k, x in total['metrics'].items()}
-    if 'counts' in metrics:
-      metrics['load_max'] = _load_max(metrics['counts'])
+    counts = total['metrics'].get('counts')
+    after = _apply(tx, bias_rate, state, grads, counts)
+    # selects melt into the update, a branch would be a second copy of the state
+    after = jax.tree.map(lambda new, old: jnp.where(good, new, old), after, state)
+    after = after.replace(bad_steps=jnp.where(good, 0, state.bad_steps + bad))
+    metrics = {k: x * scale if _is_share(k) else x for k, x in total['metrics'].items()}
+    if counts is not None:
+      metrics['load_max'] = _load_max(counts)
     metrics |= {
-        'loss': total['loss'] * scale, 'grad_norm': norm, 'tokens': jnp.sum(batch.weights > 0),
-        'skipped': (weight <= 0).astype(jnp.int32), 'bad_micro': total['bad'],
-        'bad_steps': state.bad_steps, 'step': state.step}
-    return state, metrics
+        'loss': total['loss'] * scale, 'grad_norm': jnp.where(weight > 0, norm, 0.0),
+        'tokens': jnp.sum(batch.weights > 0), 'skipped': (weight <= 0).astype(jnp.int32),
+        'bad_micro': total['bad'], 'bad_steps': after.bad_steps, 'step': after.step}
+    return after, metrics
 
   return jax.jit(step, donate_argnums=0)
 
@@ -100,7 +101,7 @@ def _accumulate(loss_fn: LossFn, state: TrainState, batch: Batch,
 
   def body(i: Array, total: dict[str, Any]) -> dict[str, Any]:
     (loss, metrics), grads, weight = one(order[i])
-    fine = jnp.isfinite(loss) & jnp.isfinite(optax.global_norm(grads))
+    fine = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(grads))
     metrics = {k: jnp.where(fine, x, jnp.zeros_like(x)) for k, x in metrics.items()}
     return {
         'loss': total['loss'] + jnp.where(fine, loss, 0.0),
@@ -110,6 +111,8 @@ def _accumulate(loss_fn: LossFn, state: TrainState, batch: Batch,
         'bad_weight': total['bad_weight'] + jnp.where(fine, 0.0, weight),
         'bad': total['bad'] + ~fine, 'used': total['used'] + fine}
 
+  if len(batch.tokens) == 1:  # half the work for the compiler
+    return _alone(*one(jnp.int32(0)), count)
   shapes = jax.eval_shape(one, jax.ShapeDtypeStruct((), jnp.int32))
   (loss, metrics), grads, _ = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
   start = {'loss': loss, 'grads': grads, 'metrics': metrics, 'bad_weight': jnp.float32(0),
@@ -117,21 +120,31 @@ def _accumulate(loss_fn: LossFn, state: TrainState, batch: Batch,
   return jax.lax.fori_loop(0, count, body, start)
 
 
-def _apply(tx: optax.GradientTransformation, bias_rate: float) -> Callable[..., TrainState]:
-  """Returns the branch that updates."""
-  def apply(state: TrainState, grads: Any, counts: Array | None, bad: Array) -> TrainState:
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
-    frozen = state.frozen
-    if bias_rate:
-      frozen = models.update_selection_bias(frozen, counts, bias_rate)
-    return TrainState(state.step + 1, optax.apply_updates(state.params, updates), frozen,
-                      opt_state, jnp.zeros_like(state.bad_steps))
-  return apply
+def _alone(values: Any, grads: Any, unused_weight: Array, count: Array) -> dict[str, Any]:
+  """Returns the sums of a step with a single micro-batch; the caller drops them if it is bad."""
+  loss, metrics = values
+  fine = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(grads))
+  used = fine & (count > 0)
+  metrics = {k: jnp.where(used, x, jnp.zeros_like(x)) for k, x in metrics.items()}
+  return {'loss': jnp.where(used, loss, 0.0), 'grads': grads, 'metrics': metrics,
+          'bad': (~fine & (count > 0)).astype(jnp.int32),
+          'used': used.astype(jnp.int32)}
 
 
-def _keep(state: TrainState, grads: Any, counts: Array | None, bad: Array) -> TrainState:
-  """The branch that leaves everything as it is, but for the count of lost updates."""
-  return state.replace(bad_steps=state.bad_steps + bad)
+def _apply(tx: optax.GradientTransformation, bias_rate: float, state: TrainState, grads: Any,
+           counts: Array | None) -> TrainState:
+  """Returns the state after the update."""
+  updates, opt_state = tx.update(grads, state.opt_state, state.params)
+  frozen = state.frozen
+  if bias_rate:
+    frozen = models.update_selection_bias(frozen, counts, bias_rate)
+  return TrainState(state.step + 1, optax.apply_updates(state.params, updates), frozen, opt_state,
+                    state.bad_steps)
+
+
+def _rest_scale(weight: Array, bad_weight: Array) -> Array:
+  """Returns what turns a share of all tokens into one of the good ones; exactly 1 if all are."""
+  return weight / jnp.maximum(weight - bad_weight, jnp.finfo(jnp.float32).tiny)
 
 
 def _is_share(name: str) -> bool:
