@@ -42,10 +42,43 @@ def rms_norm(x: Float[Array, '... D'], weight: Float[Array, 'D'], eps: float
   return (wide * inverse * weight).astype(x.dtype)
 
 
-def swiglu(gate_up: Float[Array, '... F2']) -> Float[Array, '... F']:
-  """Returns `silu(gate) * up`, the two being the halves of the last axis."""
+def swiglu(gate_up: Float[Array, '... F2'], weight: Float[Array, '... 1'] | None = None
+           ) -> Float[Array, '... F']:
+  """Returns `silu(gate) * up`, gate and up being the halves of the last axis, times `weight`.
+
+  The gradient is written out to recompute the sigmoid instead of keeping it: on CPU the time goes
+  into reading and writing arrays of this size.
+  """
+  if weight is None:
+    weight = jnp.ones((1,) * gate_up.ndim, gate_up.dtype)
+  return _swiglu(gate_up, weight)
+
+
+@jax.custom_vjp
+def _swiglu(gate_up, weight):
+  # Without the barrier whatever made the weight is fused in and recomputed for every element.
+  weight = jax.lax.optimization_barrier(weight)
   gate, up = jnp.split(gate_up, 2, axis=-1)
-  return jax.nn.silu(gate) * up
+  return gate * jax.nn.sigmoid(gate) * up * weight
+
+
+def _swiglu_forward(gate_up, weight):
+  return _swiglu(gate_up, weight), (gate_up, weight)
+
+
+def _swiglu_backward(residual, gradient):
+  # Without the barrier the compiler would keep the forward pass's intermediate values after all.
+  gate_up, weight, gradient = jax.lax.optimization_barrier((*residual, gradient))
+  gate, up = jnp.split(gate_up, 2, axis=-1)
+  sigmoid = jax.nn.sigmoid(gate)
+  silu, scaled = gate * sigmoid, gradient * weight
+  d_gate = scaled * up * (sigmoid + silu * (1 - sigmoid))
+  summed = [i for i, size in enumerate(weight.shape) if size == 1]
+  d_weight = (gradient * silu * up).sum(axis=summed, keepdims=True)
+  return jnp.concatenate([d_gate, scaled * silu], axis=-1), d_weight
+
+
+_swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
 def linear(x: Float[Array, '... D'], weight: Float[Array, 'D *out']) -> Float[Array, '...']:

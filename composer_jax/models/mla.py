@@ -12,10 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from composer_jax.models import attend, layers, rope
 from composer_jax.models import config as config_lib
-from composer_jax.models import layers, rope
-
-_MASKED = -1e30  # exp of it is exactly 0: what is masked cannot change a bit of the result
 
 
 class Attention(nnx.Module):
@@ -66,10 +64,8 @@ class Attention(nnx.Module):
     kv = layers.linear(latent, self.kv_b[...])
     keys, values = jnp.split(kv, [c.qk_nope_head_dim], axis=-1)
     shared = jnp.broadcast_to(shared[:, :, None, :], (*keys.shape[:3], shared.shape[-1]))
-    logits = jnp.einsum('bshd,bthd->bhst', jnp.concatenate([nope, rotary], axis=-1),
-                        jnp.concatenate([keys, shared], axis=-1))
-    weights = _softmax(logits, mask[:, None])
-    out = jnp.einsum('bhst,bthv->bshv', weights, values)
+    out = attend.attend(jnp.concatenate([nope, rotary], axis=-1),
+                        jnp.concatenate([keys, shared], axis=-1), values, mask)
     return self._project(out)
 
   def absorbed(self, x: Float[Array, 'B S D'], cos: Float[Array, 'B S R2'],
@@ -96,8 +92,8 @@ class Attention(nnx.Module):
     query = jnp.concatenate([jnp.einsum('bshn,chn->bshc', nope, key_up), rotary], axis=-1)
     logits = jnp.concatenate([
         jnp.where(cached_mask[:, None, None, :],
-                  jnp.einsum('bshc,bmc->bhsm', query, cached), _MASKED),
-        jnp.where(mask[:, None], jnp.einsum('bshc,btc->bhst', query, new), _MASKED)], axis=-1)
+                  jnp.einsum('bshc,bmc->bhsm', query, cached), attend.MASKED),
+        jnp.where(mask[:, None], jnp.einsum('bshc,btc->bhst', query, new), attend.MASKED)], axis=-1)
     weights = jax.nn.softmax(logits, axis=-1)
     past, own = jnp.split(weights, [cached.shape[1]], axis=-1)
     out = (jnp.einsum('bhsm,bmc->bshc', past, cached[..., :c.kv_lora_rank])
@@ -107,8 +103,3 @@ class Attention(nnx.Module):
   def _project(self, out: Float[Array, 'B S H V']) -> Float[Array, 'B S D']:
     weight = self.o[...]
     return layers.linear(out.reshape(*out.shape[:2], -1), weight.reshape(-1, weight.shape[-1]))
-
-
-def _softmax(logits: Float[Array, 'B H S T'], mask: Bool[Array, 'B 1 S T']
-             ) -> Float[Array, 'B H S T']:
-  return jax.nn.softmax(jnp.where(mask, logits, _MASKED), axis=-1)

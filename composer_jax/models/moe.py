@@ -56,7 +56,7 @@ class Moe(nnx.Module):
       weights = jnp.concatenate([weights, jnp.ones((x.shape[0], n), weights.dtype)], axis=1)
       e += n
     hidden = x @ jnp.swapaxes(gate_up, 0, 1).reshape(d, -1)
-    hidden = layers.swiglu(hidden.reshape(-1, e, 2 * f)) * weights.astype(x.dtype)[:, :, None]
+    hidden = layers.swiglu(hidden.reshape(-1, e, 2 * f), weights.astype(x.dtype)[:, :, None])
     return hidden.reshape(-1, e * f) @ down.reshape(e * f, d)
 
   def _grouped(self, x, choice, valid):
