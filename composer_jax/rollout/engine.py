@@ -51,7 +51,7 @@ class EngineConfig:
   max_len: int = 256
   prefill_buckets: tuple[int, ...] = (8, 32)
   prefill_tokens: int = 256
-  decode_chunk: int = 8
+  decode_chunk: int = 12
   cache_views: tuple[int, ...] = (128,)
   temperature: float = 1.0
   seed: int = 0

@@ -28,7 +28,8 @@ class Rollout:
   The last token of a rollout has been sampled (or appended) but never fed to the model, so it has
   no routing record: `routing_mask[-1]` is False and `routing[-1]` is 0.  All other positions,
   prompt and tool results included, have one.  In training this costs nothing: position T-1
-  predicts no token of the rollout.
+  predicts no token of the rollout.  (A session aborted or failed between `next_tokens` and the
+  next tick leaves appended tokens that were never fed; they have no record either.)
 
   Attributes:
     session_id, group_id: copied from the session.
