@@ -1,5 +1,6 @@
 """Wall time and memory of a run, sampled while it runs so that a killed run still counts."""
 
+import contextlib
 import json
 import pathlib
 import threading
@@ -7,6 +8,7 @@ import time
 
 import psutil
 
+from composer_jax.errors import InfrastructureError
 from composer_jax.recipe.workdir import write_json
 
 
@@ -56,10 +58,13 @@ class Monitor:
     self._thread.start()
     return self
 
-  def __exit__(self, *_: object) -> None:
+  def __exit__(self, kind: object, *_: object) -> None:
     self._stop.set()
     self._thread.join()
-    self._sample()
+    if kind is None:
+      self._sample()
+    else:  # the block's own error is the one to report
+      self._try_sample()
 
   @property
   def wall_s(self) -> float:
@@ -73,6 +78,10 @@ class Monitor:
 
   def _watch(self) -> None:
     while not self._stop.wait(self._interval_s):
+      self._try_sample()
+
+  def _try_sample(self) -> None:
+    with contextlib.suppress(InfrastructureError):  # a full disk stops the stage, not its clock
       self._sample()
 
   def _sample(self) -> None:

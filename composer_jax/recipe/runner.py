@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_jax import report
+from composer_jax.envs.sandbox import support
 from composer_jax.errors import UserError
 from composer_jax.recipe import schema, stages, workdir
 from composer_jax.recipe.monitor import Monitor
@@ -43,6 +44,9 @@ def run(config: Mapping[str, Any], folder: str | pathlib.Path, *,
     if recipe.compilation_cache:
       _keep_compiled_programs(folder / '.xla')
     context = stages.Context(recipe, folder)
+    if any(stage in stages.SANDBOXED and workdir.finished(context.folder(stage), prints[stage])
+           is None for stage in chosen):
+      support.require()  # now, and not after the stages before it
     for stage in chosen:
       _run_stage(context, stage, prints[stage])
       results = write_results(context, monitor)

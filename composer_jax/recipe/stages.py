@@ -31,6 +31,7 @@ from composer_jax.rollout.engine import Engine
 from composer_jax.train import supervised
 from composer_jax.train.config import StageConfig, extend_context
 
+SANDBOXED = ('sft', 'eval_sft', 'rl', 'eval_rl')  # stages that run the agent's code
 _TOKENIZER_TASKS = 2_000
 _SPARE_STEPS = 4
 

@@ -1,0 +1,55 @@
+"""One finished smoke run that the tests of recipe, API and notebooks look at."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SMOKE = ROOT / 'experiments' / 'tiny' / 'smoke.py'
+
+
+def environment() -> dict[str, str]:
+  """Returns the environment of our subprocesses: programs quick to compile and slow to run."""
+  return os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_backend_optimization_level=0'}
+
+
+class CommandLine:
+  """Starts `python -m composer_jax` as a user would, with the smoke config."""
+
+  config = f'--config={SMOKE}'
+
+  def start(self, verb, *arguments, **options):
+    command = [sys.executable, '-m', 'composer_jax', verb, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, **options)
+
+  def run(self, verb, *arguments):
+    """Runs to the end; returns (exit code, stdout, stderr)."""
+    process = self.start(verb, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+      out, err = process.communicate(timeout=900)
+    finally:
+      process.kill()
+    return process.returncode, out, err
+
+  def run_smoke(self, workdir, *arguments):
+    """Runs the smoke config, which has to succeed; returns stdout."""
+    code, out, err = self.run('run', self.config, f'--workdir={workdir}', *arguments)
+    assert code == 0, err
+    assert 'Traceback' not in err
+    return out
+
+
+@pytest.fixture(scope='session')
+def command_line():
+  return CommandLine()
+
+
+@pytest.fixture(scope='session')
+def smoke_run(tmp_path_factory, command_line):
+  """Folder of a run of the whole smoke recipe; only to be read."""
+  folder = tmp_path_factory.mktemp('smoke') / 'run'
+  command_line.run_smoke(folder)
+  return folder

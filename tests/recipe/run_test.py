@@ -1,0 +1,120 @@
+"""What a finished run leaves, and that it is found finished."""
+
+import json
+import re
+
+import pytest
+
+from composer_jax import metrics
+from composer_jax.recipe.schema import STAGES
+
+TRAINED = ('cpt', 'long_context', 'sft', 'rl')
+
+
+def read(path):
+  return json.loads(path.read_text())
+
+
+@pytest.fixture(scope='module')
+def results(smoke_run):
+  return read(smoke_run / 'results.json')
+
+
+def test_results_have_the_documented_keys(results):
+  assert results.keys() == {'stages', 'eval', 'wall_s', 'peak_rss_gb'}
+  assert results['stages'].keys() == {'data', 'cpt', 'long_context', 'sft', 'rl'}
+  assert results['eval'].keys() == {'sft', 'rl'}
+  for name in ('cpt', 'long_context'):
+    for key in ('bits_per_byte', 'gzip_bits_per_byte', 'xz_bits_per_byte'):
+      assert 0 < results['stages'][name][key] < 8
+  for row in results['eval'].values():
+    assert {'pass_at_1', 'ci95', 'best_of_8', 'tasks'} <= row.keys()
+    low, high = row['ci95']
+    assert 0 <= low <= row['pass_at_1'] <= high <= 1
+    assert row['pass_at_1'] <= row['best_of_8'] <= 1
+    assert row['tasks'] == 3
+  assert all(stage['wall_s'] > 0 for stage in results['stages'].values())
+  assert results['wall_s'] >= sum(stage['wall_s'] for stage in results['stages'].values())
+  assert 0.1 < results['peak_rss_gb'] < 6
+
+
+@pytest.mark.parametrize('stage', STAGES)
+def test_every_stage_leaves_a_summary(smoke_run, stage):
+  summary = read(smoke_run / 'stages' / stage / 'summary.json')
+  assert re.fullmatch('[0-9a-f]{12}', summary['fingerprint'])
+  assert summary['wall_s'] > 0
+
+
+@pytest.mark.parametrize('stage', TRAINED)
+def test_training_logs_every_step_once(smoke_run, stage):
+  config = read(smoke_run / 'config.json')['config']
+  rows = metrics.read(smoke_run / 'stages' / stage / 'metrics.jsonl')
+  assert [r['step'] for r in rows if 'loss' in r] == list(range(1, config[stage]['steps'] + 1))
+  assert (smoke_run / 'stages' / stage / 'params').is_dir()
+
+
+@pytest.mark.parametrize('stage', ['cpt', 'long_context'])
+@pytest.mark.parametrize('source', ['stdlib', 'functions'])
+def test_bits_per_byte_falls_at_every_evaluation(smoke_run, stage, source):
+  rows = metrics.read(smoke_run / 'stages' / stage / 'metrics.jsonl')
+  name = f'eval/bits_per_byte/{source}'
+  values = [row[name] for row in rows if name in row]
+  assert len(values) == 3
+  assert all(after < before for before, after in zip(values, values[1:], strict=False))
+
+
+@pytest.mark.parametrize('stage', ['eval_sft', 'eval_rl'])
+def test_every_attempt_is_evaluated_once(smoke_run, stage):
+  lines = (smoke_run / 'stages' / stage / 'rows.jsonl').read_text().splitlines()
+  rows = [row for row in map(json.loads, lines) if 'task_id' in row]
+  assert len({(row['task_id'], row['sample']) for row in rows}) == len(rows) == 3 * 8
+
+
+def test_both_evaluations_take_the_same_tasks(smoke_run):
+  def tasks(stage):
+    lines = (smoke_run / 'stages' / stage / 'rows.jsonl').read_text().splitlines()
+    return {row.get('task_id') for row in map(json.loads, lines)}
+  assert tasks('eval_sft') == tasks('eval_rl')
+
+
+def test_rl_trained_and_wrote_rollouts(smoke_run):
+  rows = metrics.read(smoke_run / 'stages' / 'rl' / 'metrics.jsonl')
+  assert sum(row['tokens_trained'] for row in rows) > 100
+  assert max(row['gap_max'] for row in rows) > 0
+  traces = [json.loads(line) for line in
+            (smoke_run / 'stages' / 'rl' / 'traces.jsonl').read_text().splitlines()]
+  assert traces and all(trace['turns'] for trace in traces)
+
+
+def test_report_is_one_self_contained_file(smoke_run):
+  page = (smoke_run / 'report.html').read_text()
+  assert '</html>' in page
+  outside = re.findall(r'(?:src|href)\s*=\s*["\'](?!#|data:)([^"\']+)', page)
+  assert not [link for link in outside if not link.startswith('https://')], outside
+  assert not re.search(r'<(script|img|iframe)[^>]+src\s*=\s*["\']https?:', page)
+  assert not re.search(r'<link[^>]+stylesheet', page)
+  assert 'gzip' in page and 'gap' in page
+
+
+def snapshot(folder):
+  return {path.relative_to(folder): (path.stat().st_mtime_ns, path.read_bytes())
+          for top in ('stages', 'data', 'config.json')
+          for path in ([folder / top] if (folder / top).is_file() else (folder / top).rglob('*'))
+          if path.is_file()}
+
+
+def test_the_same_command_again_finds_the_work_done(smoke_run, command_line, results):
+  before = snapshot(smoke_run)
+  out = command_line.run_smoke(smoke_run)
+  assert snapshot(smoke_run) == before
+  again = read(smoke_run / 'results.json')
+  assert again['stages'] == results['stages'] and again['eval'] == results['eval']
+  assert again['wall_s'] - results['wall_s'] < 30
+  assert 'eval rl: pass@1' in out
+
+
+def test_dry_run_says_that_all_is_done(smoke_run, command_line):
+  before = snapshot(smoke_run)
+  out = command_line.run_smoke(smoke_run, '--dry_run')
+  assert json.loads(out) == dict.fromkeys(STAGES, 'done')
+  assert snapshot(smoke_run) == before
