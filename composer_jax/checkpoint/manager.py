@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -263,7 +264,9 @@ def _quiet_coroutines() -> Iterator[None]:
   try:
     yield
   except Exception:
-    gc.collect()  # so that what is left of the failed read reports now and not later
+    with warnings.catch_warnings():
+      warnings.simplefilter('ignore', RuntimeWarning)  # coroutines that were never awaited
+      gc.collect()  # so that what is left of the failed read reports now and not later
     raise
   finally:
     sys.unraisablehook = hook

@@ -6,6 +6,14 @@ from composer_jax import models
 from composer_jax.batch import Batch
 
 
+@pytest.fixture(autouse=True, scope='module')
+def quick_compilation():
+  """XLA's optimisations cost three quarters of the time here and are not what is tested."""
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
 @pytest.fixture(scope='session')
 def model_config():
   return models.ModelConfig(

@@ -19,6 +19,7 @@ import numpy as np
 
 folder, cache = sys.argv[1:]
 jax.config.update('jax_compilation_cache_dir', cache)
+jax.config.update('jax_disable_most_optimizations', True)
 jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
 
 from composer_jax import models
