@@ -21,6 +21,7 @@ from composer_jax.models.config import ModelConfig
 from composer_jax.recipe import runner, schema, stages, workdir
 
 _NEWEST_FIRST = ('rl', 'sft', 'long_context', 'cpt')
+_DTYPES = ('float32', 'bfloat16', 'float16')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,8 @@ def load(folder: str | pathlib.Path, dtype: str = 'float32', stage: str | None =
 
   Args:
     folder: a run folder, of which at least one training stage is finished.
-    dtype: of the parameters; the router's selection bias stays float32.
+    dtype: of the parameters, `float32`, `bfloat16` or `float16`; the router's selection bias stays
+      float32.
     stage: `cpt`, `long_context`, `sft` or `rl`; default the last finished one.
 
   Raises:
@@ -60,15 +62,15 @@ def load(folder: str | pathlib.Path, dtype: str = 'float32', stage: str | None =
   context = stages.Context(recipe, folder)
   found = [s for s in _NEWEST_FIRST if (context.folder(s) / 'params').exists()]
   if stage is not None and stage not in found:
-    raise UserError(f'{folder}: stage {stage} has no parameters (there are: {", ".join(found)})')
+    raise UserError(f'{folder}: stage {stage} has no parameters '
+                    f'(there are: {", ".join(found) or "none yet"})')
   if not found:
     raise UserError(f'{folder}: no stage has finished')
   config = context.model(stage or found[0])
+  if dtype not in _DTYPES:
+    raise UserError(f'dtype {dtype!r}: can be {", ".join(_DTYPES)}')
   trainable, frozen = models.partition(context.params(stage or found[0]))
-  try:
-    trainable = jax.tree.map(lambda x: jnp.asarray(x, jnp.dtype(dtype)), trainable)
-  except TypeError as error:
-    raise UserError(f'dtype {dtype!r}: {error}') from error
+  trainable = jax.tree.map(lambda x: jnp.asarray(x, dtype), trainable)
   return Model(config, models.combine(trainable, frozen), corpus.Corpus(folder / 'data').tokenizer,
                _forward(config))
 

@@ -11,19 +11,18 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 SMOKE = ROOT / 'experiments' / 'tiny' / 'smoke.py'
 
 
-def environment() -> dict[str, str]:
-  """Returns the environment of our subprocesses: programs quick to compile and slow to run."""
-  return os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_backend_optimization_level=0'}
-
-
 class CommandLine:
   """Starts `python -m composer_jax` as a user would, with the smoke config."""
 
+  root = ROOT
   config = f'--config={SMOKE}'
+  # Programs that are quick to compile and slow to run.
+  environment = os.environ | {'JAX_PLATFORMS': 'cpu',
+                              'XLA_FLAGS': '--xla_backend_optimization_level=0'}
 
   def start(self, verb, *arguments, **options):
     command = [sys.executable, '-m', 'composer_jax', verb, *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, **options)
+    return subprocess.Popen(command, cwd=ROOT, env=self.environment, text=True, **options)
 
   def run(self, verb, *arguments):
     """Runs to the end; returns (exit code, stdout, stderr)."""

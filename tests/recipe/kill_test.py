@@ -102,8 +102,9 @@ def test_losses_are_those_of_an_uninterrupted_run(smoke_run, killed_run):
     assert losses(killed_run) == losses(smoke_run)
 
 
-@pytest.mark.parametrize('file', ['stages/sft/demonstrations.jsonl', 'data/tokenizer.json',
-                                  'data/stdlib/train.tokens.npy', 'data/functions/train.tokens.npy'])
+@pytest.mark.parametrize('file', [
+    'stages/sft/demonstrations.jsonl', 'data/tokenizer.json', 'data/stdlib/train.tokens.npy',
+    'data/functions/train.tokens.npy'])
 def test_data_are_those_of_an_uninterrupted_run(smoke_run, killed_run, file):
   assert (smoke_run / file).read_bytes() == (killed_run / file).read_bytes()
 

