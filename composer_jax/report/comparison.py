@@ -15,8 +15,11 @@ SWEEP_FILE = 'sweep.json'
 
 # Metrics that are worth an overlay, by full match.
 OVERLAYS = (r'loss', r'eval/(.*bits_per_byte.*)', r'(reward)_mean', r'(solved)_fraction',
-            r'(tokens)_per_episode', r'entropy', r'eval/(pass_at_1)')
+            r'(tokens)_per_episode', r'entropy')
 SMOOTHED = ('reward', 'solved', 'tokens')
+# Metric -> column of the table: its mean over the last rows, since a single one is mostly noise.
+# The loss of RL is no measure of anything, so only stages without a reward have that column.
+LAST_MEANS = {'reward_mean': 'reward', 'loss': 'loss'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,11 +124,13 @@ def _row(workdir: Path, trial: dict[str, Any]) -> Row:
   started = (path / 'config.json').exists() or (path / 'stages').is_dir()
   run = folder.read_run(path) if started else None
   numbers: dict[str, float] = {}
-  for stage in tables.stage_rows(run) if run else []:
-    for key in ('bits_per_byte', 'loss'):
-      value = stage['numbers'].get(key)
-      if value is not None and not stage['name'].startswith(tables.EVAL_PREFIX):
-        numbers[f'{stage["name"]} {key.replace("_", " ")}'] = value
+  for stage in run.stages if run else []:
+    if isinstance(stage.summary.get('bits_per_byte'), (int, float)):
+      numbers[f'{stage.name} bits per byte'] = stage.summary['bits_per_byte']
+    found = next((metric for metric in LAST_MEANS if stage.series(metric)), None)
+    if found:
+      last = curves.running_mean(stage.series(found))[-1][1]
+      numbers[f'{stage.name} {LAST_MEANS[found]}, mean of {curves.MEAN_STEPS}'] = last
   if run and isinstance(run.results.get('wall_s'), (int, float)):
     numbers['wall s'] = run.results['wall_s']
   return Row(id=trial['id'], overrides=redact(trial['overrides']), status=trial['status'],

@@ -63,17 +63,18 @@ def _means(found: list[tuple[str, list[Point]]]) -> list[Series]:
 
 
 CHARTS = (
-    Spec('Held-out bits per byte', r'(?:(?:eval|heldout)/)?'
-         r'(?:bits_per_byte/(.+)|(?!gzip|xz)(.+)/bits_per_byte|(bits_per_byte))',
+    Spec('Reward', r'(reward_mean|solved_fraction)', f'Raw, and mean of {MEAN_STEPS} rows.',
+         make=_smoothed),
+    Spec('Held-out bits per byte', r'eval/bits_per_byte/(.+)',
          'Long dashes: gzip -9, short dashes: xz -9, on the same files.'),
-    Spec('Loss', r'(loss|(?:train/|main_|mtp_|lm_)\w*(?:loss)?)',
+    Spec('Loss', r'(loss|cross_entropy|mtp_kl|z)',
          'Mean over the trained tokens since the row before.'),
-    Spec('Entropy', r'(?:policy_)?(entropy(?:_mean)?)', 'Nats a sampled token.'),
-    Spec('Trainer against sampler', r'(?:logprob_)?(gap_(?:max|mean|p99))',
+    Spec('Entropy', r'(entropy)', 'Nats a sampled token.'),
+    Spec('Trainer against sampler', r'(gap_(?:max|mean|p99))',
          '|log-prob of the trainer − log-prob of the sampler| of the same token.', log=True),
-    Spec('Staleness', r'(staleness\w*|age_\w+)', 'Policy updates between sampling and training.'),
-    Spec('KL to the reference', r'((?:reference_)?kl\w*)', 'k1 estimate, placed in the reward.'),
-    Spec('Length', r'(response_tokens|length\w*|(?:sampled|tokens|result_tokens)_per_episode)',
+    Spec('Staleness', r'(staleness_\w+)', 'Policy updates between sampling and training.'),
+    Spec('KL to the reference', r'(kl)', 'k1 estimate, placed in the reward.'),
+    Spec('Length', r'((?:sampled|tokens|result_tokens)_per_episode)',
          'Tokens an episode.', make=_smoothed),
     Spec('Tool calls', r'(\w+)_per_episode', f'Counts an episode, mean of {MEAN_STEPS} rows.',
          make=_means),
@@ -81,14 +82,12 @@ CHARTS = (
     Spec('Solved, by class of bug', r'success/(.+)', f'Mean of {MEAN_STEPS} rows.', make=_means),
     Spec('Groups', r'(pass_at_k|finish_rate|zero_signal_fraction)',
          'Any member right; the agent called finish; all members alike, so nothing to learn.'),
-    Spec('Throughput', r'(tokens_per_s|\w+_per_s)', log=True),
-    Spec('Gradient norm', r'(grad_norm|gradient_norm)', 'Before clipping.', log=True),
-    Spec('Learning rate', r'(lr|learning_rate)'),
-    Spec('Expert load', r'(load_\w+|\w*expert_load\w*)',
+    Spec('Throughput', r'(\w+_per_s)', log=True),
+    Spec('Gradient norm', r'(grad_norm)', 'Before clipping.', log=True),
+    Spec('Learning rate', r'(lr)'),
+    Spec('Expert load', r'(load_max)',
          'Share of the busiest expert over the mean; the selection bias pulls it down.'),
 )
-_REWARD = re.compile(r'(reward(?:_mean)?|correct(?:_mean)?|solved(?:_fraction)?)')
-_HELDOUT = re.compile(r'(?:eval|heldout)/(pass_at_1|pass@1|reward)')
 
 
 def charts(stage: Stage, compression: dict[tuple[str, str], float]
@@ -101,10 +100,6 @@ def charts(stage: Stage, compression: dict[tuple[str, str], float]
   """
   names = stage.names()
   first, used = [], set()
-  reward = _reward_chart(stage, names)
-  if reward:
-    first.append(reward[0])
-    used |= reward[1]
   for spec in CHARTS:
     matched = [(m.group(m.lastindex or 0), name) for name in names
                if name not in used and (m := re.fullmatch(spec.pattern, name))]
@@ -144,24 +139,6 @@ def running_mean(points: Sequence[Point], window: int = MEAN_STEPS) -> list[Poin
     part = points[max(0, end - window):end]
     means.append((part[-1][0], sum(y for _, y in part) / len(part)))
   return means
-
-
-def _reward_chart(stage: Stage, names: list[str]) -> tuple[Chart, set[str]] | None:
-  """Raw reward, its mean, and the held-out evaluations during the stage."""
-  raw = [name for name in names if _REWARD.fullmatch(name)]
-  held = [name for name in names if _HELDOUT.fullmatch(name)]
-  if not raw:
-    return None
-  series = _smoothed([(name, stage.series(name)) for name in raw])
-  for number, name in enumerate(held):
-    points = stage.series(name)
-    low, high = (dict(stage.series(f'eval/ci95_{end}')) for end in ('lo', 'hi'))
-    bars = [(low[x], high[x]) for x, _ in points] if all(
-        x in low and x in high for x, _ in points) else []
-    series.append(Series(f'held-out {_HELDOUT.fullmatch(name).group(1)}', points, 'dots',
-                         len(raw) + number, bars))
-  note = 'Raw batches, their mean, and held-out evaluations on the way.' if held else ''
-  return (chart('Reward', series, note), {*raw, *held, 'eval/ci95_lo', 'eval/ci95_hi'})
 
 
 def _references(compression: dict[tuple[str, str], float], stage: Stage, sources: list[str]

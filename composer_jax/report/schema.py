@@ -14,7 +14,6 @@
     eval/bits_per_byte/SOURCE     at every evaluation
     reward_mean, solved_fraction, reward/PART, success/CLASS, tokens_per_episode, entropy, kl,
     staleness_mean, staleness_max, gap_max, gap_p99, gap_mean, lr, grad_norm, ...
-    eval/pass_at_1, eval/ci95_lo, eval/ci95_hi   held-out evaluations during RL
 `stages/eval_NAME/rows.jsonl` one row a task and sample: {"task_id", "sample", "reward",
                    "stop_reason", "tokens", "calls", "mutation"}
 `stages/STAGE/traces.jsonl`   see `rollout_viewer`

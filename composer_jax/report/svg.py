@@ -20,8 +20,8 @@ class Series:
   Attributes:
     name: shown in the legend.
     points: (x, y); values that are not finite leave a gap.
-    style: `line`, `faint` (raw values behind a mean), `dash` and `short` (references), `dots`
-      (joined) or `marks` (dots that are not joined).
+    style: `line`, `faint` (raw values behind a mean), `dash` and `short` (references) or `marks`
+      (dots that are not joined).
     colour: index of a colour class.
     bars: interval of each point as (low, high), or empty.
   """
@@ -175,7 +175,7 @@ def _draw(series: Series, axes: Axes) -> list[str]:
       runs.append([])
   for run in filter(None, runs):
     pixels = ' '.join(f'{axes.x(x):.1f},{axes.y(y):.1f}' for x, y in run)
-    if series.style in ('dots', 'marks') or len(run) == 1:
+    if series.style == 'marks' or len(run) == 1:
       parts += [f'<circle class="dot c{series.colour % COLOURS}" cx="{p.split(",")[0]}" '
                 f'cy="{p.split(",")[1]}" r="3"/>' for p in pixels.split()]
     parts.append(f'<polyline class="{css}" data-name="{name}" points="{pixels}"/>')

@@ -83,7 +83,7 @@ def test_shows_every_part(built):
   titles = ' '.join(page.texts)
   for part in ('Held-out bits per byte', 'gzip stdlib', 'xz functions', 'Loss', 'Entropy',
                'Trainer against sampler', 'gap_p99', 'Staleness', 'KL to the reference', 'Length',
-               'reward_mean, mean of 8', 'held-out pass_at_1', 'moe/strange_metric', 'off_by_one',
+               'reward_mean, mean of 8', 'moe/strange_metric', 'off_by_one',
                '0.690 – 0.770', '0.900 (K = 8)', 'abc123def456', '10 min 40 s', '3.20 GB'):
     assert part in titles, part
   assert sum(tag == 'svg' for tag, _ in page.elements) >= 20
@@ -282,8 +282,10 @@ def test_comparison_page(tmp_path):
   shown = ' '.join(page.texts)
   for part in ('rl.q', '<1>', 'trial1', 'failed', 'boom </pre><b>', 'planned', 'rl: reward',
                'cpt: loss', 'cpt: bits_per_byte/stdlib', '0.690 – 0.770',
-               'pass@1 of each trial', 'cpt bits per byte'):
+               'pass@1 of each trial', 'cpt bits per byte', 'sft loss, mean of 8',
+               'rl reward, mean of 8'):
     assert part in shown, part
+  assert 'rl loss' not in shown
 
 
 def test_comparison_needs_a_sweep(tmp_path):

@@ -77,10 +77,6 @@ def _rl(folder: Path, rng, hostile: str) -> None:
                  'staleness_max': rng.choice([1, 2]), 'kl': 0.02 * step / 120,
                  'tokens_per_episode': 45 - step / 12 + rng.gauss(0, 1.5),
                  'loss': rng.gauss(0, 0.02)})
-    if step % 30 == 0:
-      value = 0.46 + 0.27 * step / 120
-      rows.append({'step': step, 'eval/pass_at_1': value, 'eval/ci95_lo': value - 0.05,
-                   'eval/ci95_hi': value + 0.05})
   _lines(folder / 'metrics.jsonl', rows)
   _lines(folder / 'traces.jsonl', [_trace(rng, 'rl', i // 8, i, hostile) for i in range(400)])
   _json(folder / 'summary.json', {'wall_s': 213.0, 'loss': 0.01})
