@@ -61,7 +61,11 @@ class Grading:
     try:
       sandbox.send(self._request)
     except SandboxError as error:
-      self._errors.append(str(error))
+      self.fail(error)
+
+  def fail(self, error: SandboxError) -> None:
+    """Counts a sandbox that broke, or that could not even be started."""
+    self._errors.append(str(error))
 
   def step(self) -> Sandbox | None:
     """Looks for the answer; returns the sandbox once this submission does not need it any more."""
@@ -87,7 +91,7 @@ class Grading:
       # The cgroup holds nothing but the sandbox, so the candidate took all of its memory.
       self.passed, self.detail = False, str(error)
     else:
-      self._errors.append(str(error))
+      self.fail(error)
 
   def _refuse(self, response: Mapping) -> None:
     """The files cannot even be laid out (a bad path, too large): the candidate's fault."""
@@ -115,7 +119,7 @@ class Grader:
 
     Args:
       pool: sandboxes for grading only; agents' code must not run in them. The caller closes it.
-      timeout_s: wall-clock seconds for all cases of one submission.
+      timeout_s: wall-clock seconds for all cases of a submission that does not name its own.
       attempts: see the class.
     """
     self.attempts = attempts
@@ -123,12 +127,14 @@ class Grader:
     self._waiting: collections.deque[Grading] = collections.deque()
     self._running: list[Grading] = []
 
-  def submit(self, files: Mapping[str, str], cases: Sequence[Case]) -> Grading:
+  def submit(self, files: Mapping[str, str], cases: Sequence[Case],
+             timeout_s: float | None = None) -> Grading:
     """Starts grading final files; never waits.
 
     Args:
       files: path -> text; the whole workspace.
       cases: must all give their expected value.
+      timeout_s: wall-clock seconds for all cases together.
 
     Raises:
       ValueError: there are no cases, which would let anything pass.
@@ -136,7 +142,8 @@ class Grader:
     if not cases:
       raise ValueError('nothing to grade: no cases')
     wire = [{'module': c.module, 'setup': c.setup, 'expr': c.expr} for c in cases]
-    request = {'op': 'run_cases', 'cases': wire, 'timeout': self._timeout_s, 'files': dict(files)}
+    timeout = self._timeout_s if timeout_s is None else timeout_s
+    request = {'op': 'run_cases', 'cases': wire, 'timeout': timeout, 'files': dict(files)}
     grading = Grading(self, request, tuple(cases))
     self._waiting.append(grading)
     self._fill()
@@ -157,5 +164,12 @@ class Grader:
   def _fill(self) -> None:
     while self._waiting and self._pool.available:
       grading = self._waiting.popleft()
+      try:
+        sandbox = self._pool.acquire()
+      except SandboxError as error:  # charged to this submission, whoever's poll brought us here
+        grading.fail(error)
+        if not grading.done:
+          self._waiting.appendleft(grading)
+        continue
       self._running.append(grading)
-      grading.start(self._pool.acquire())
+      grading.start(sandbox)

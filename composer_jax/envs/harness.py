@@ -70,8 +70,9 @@ class Ticket(Protocol):
 class GraderLike(Protocol):
   """Runs hidden cases in a process that never shared anything with the agent's code."""
 
-  def submit(self, files: Mapping[str, str], cases: Sequence[Case]) -> Ticket:
-    """Starts grading final files."""
+  def submit(self, files: Mapping[str, str], cases: Sequence[Case],
+             timeout_s: float | None = None) -> Ticket:
+    """Starts grading final files; `timeout_s` bounds all cases together."""
 
 
 _ABORT_REASONS = {
@@ -300,7 +301,8 @@ class Episode:
     kept = {p: self.task.files[p] for p in self.task.protected}
     self._phase = _Phase.GRADING
     try:
-      self._ticket = self._grader.submit({**final, **kept}, self.task.hidden)
+      self._ticket = self._grader.submit({**final, **kept}, self.task.hidden,
+                                         self.limits.test_timeout_s)
     except InfrastructureError as error:
       self._fail(error)
 

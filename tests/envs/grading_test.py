@@ -6,7 +6,7 @@ import time
 import pytest
 
 from composer_jax.envs import grading
-from composer_jax.envs.sandbox import SandboxPool
+from composer_jax.envs.sandbox import SandboxError, SandboxPool
 from composer_jax.envs.types import Case
 from composer_jax.errors import InfrastructureError
 
@@ -161,6 +161,30 @@ def test_forgotten_submissions_do_not_block(grader):
   for _ in range(5):
     grader.submit({'calc.py': CORRECT}, CASES)
   assert finish(grader.submit({'calc.py': CORRECT}, CASES)) is True
+
+
+class NoSandboxes:
+  """A pool on a machine that cannot start any process."""
+
+  available = 1
+
+  def acquire(self):
+    raise SandboxError('cannot start a sandbox')
+
+
+def test_sandboxes_that_cannot_start_are_no_verdict_and_nobody_waits_for_ever():
+  grader = grading.Grader(NoSandboxes(), attempts=2)
+  tickets = [grader.submit({'calc.py': CORRECT}, CASES) for _ in range(3)]
+  for ticket in tickets:
+    with pytest.raises(InfrastructureError, match='cannot start'):
+      ticket.poll()
+    assert ticket.passed is None
+
+
+def test_a_submission_may_name_its_own_time_limit(grader):
+  slow = 'import time\ndef calc(xs, p):\n  time.sleep(0.4)\n  return [x * p for x in xs]\n'
+  assert finish(grader.submit({'calc.py': slow}, CASES)) is True
+  assert finish(grader.submit({'calc.py': slow}, CASES, 0.2)) is False
 
 
 def test_a_broken_sandbox_is_replaced_and_no_verdict():

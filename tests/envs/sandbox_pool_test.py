@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import select
 import selectors
 import signal
 import subprocess
@@ -133,6 +134,8 @@ def test_pool_reuses_replaces_and_is_bounded():
     assert again.call({'op': 'list'})['paths'] == []  # emptied before it was handed out
     second.wait_ready()
     second._process.kill()
+    second._process.wait()
+    assert select.select([second], [], [], 30)[0]  # what is inside dies a moment after bubblewrap
     with pytest.raises(SandboxError, match='ended'):
       second.call({'op': 'list'})
     with pytest.raises(SandboxError):
@@ -157,6 +160,15 @@ def test_one_that_dies_while_idle_is_not_handed_out():
     first._process.kill()
     first._process.wait()
     assert pool.acquire().call({'op': 'list'})['ok']
+
+
+def test_one_that_cannot_be_emptied_is_not_handed_out(monkeypatch):
+  with SandboxPool(1) as pool:
+    first = pool.acquire()
+    first.wait_ready()
+    pool.release(first)
+    monkeypatch.setattr(first, 'poll', lambda: {'ok': False, 'error': 'not_allowed'})
+    assert pool.acquire() is not first and pool.replaced == 1
 
 
 def test_one_thread_drives_many():

@@ -79,14 +79,15 @@ class SandboxPool:
     """Returns an idle sandbox that has been emptied, or None when one may be started instead."""
     for sandbox in list(self._idle):
       try:
-        emptied = sandbox.poll() is not None
+        response = sandbox.poll()
       except SandboxError:
-        emptied = False
-      if not sandbox.alive or sandbox.broken:
+        response = None
+      refused = response is not None and not response['ok']  # what is left in it would be inherited
+      if not sandbox.alive or sandbox.broken or refused:
         self._idle.remove(sandbox)
         self._discard(sandbox)
         continue
-      if emptied:
+      if response is not None:
         self._idle.remove(sandbox)
         return sandbox
     if len(self._idle) + len(self._used) < self.size:
@@ -95,10 +96,11 @@ class SandboxPool:
     # takes long was left in a bad state and is not worth it.
     sandbox = self._idle.pop(0)
     try:
-      if sandbox.wait(_PATIENCE_S) is not None:
+      response = sandbox.wait(_PATIENCE_S)
+      if response is not None and response['ok']:
         return sandbox
     except SandboxError:
-      pass  # replaced below, like one that is too slow
+      pass  # replaced below, like one that is too slow or could not be emptied
     self._discard(sandbox)
     return None
 

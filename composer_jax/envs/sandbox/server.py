@@ -299,8 +299,11 @@ def _run_cases(request):
   if 'files' in request:
     _reset(request)
   cases, seconds = request['cases'], request['timeout']
-  reader, writer = os.pipe2(os.O_CLOEXEC)
-  pid = os.fork()
+  try:
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+  except OSError as error:  # nothing of the candidate runs now: the machine is short, not its code
+    raise SystemExit(f'cannot fork: {os.strerror(error.errno)}') from error
   if pid == 0:
     try:
       _child(writer, cases, seconds)

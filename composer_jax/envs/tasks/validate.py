@@ -89,7 +89,7 @@ class _Check:
               ('no-op passes the hidden cases', task.files, task.hidden, False)]
     for reason, files, cases, wanted in plans:
       self._wanted.append((reason, wanted))
-      self._tickets.append(grader.submit(files, cases))
+      self._tickets.append(grader.submit(files, cases, task.limits.test_timeout_s))
 
   @property
   def done(self) -> bool:
