@@ -13,6 +13,8 @@ from composer_jax.envs.tools.registry import NO_CHANGE
 from composer_jax.envs.types import FailureClass, StopReason, Task, Turn
 
 EFFORT_PARTS = ('thinking_tokens', 'call_tokens', 'result_tokens', 'final_tokens', 'calls', 'turns')
+BEHAVIOUR_PARTS = ('edits', 'call_errors', 'no_change_edits', 'test_runs', 'repeated_edits',
+                   'untested_finish')
 
 _NO_VERDICT = {StopReason.ABORTED, StopReason.INFRASTRUCTURE}
 _WAYS_OUT = re.compile(

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+from composer_jax.config import nearest
+from composer_jax.envs.rewards import BEHAVIOUR_PARTS
 from composer_jax.rl.objective import ObjectiveConfig
 from composer_jax.rl.shaping import LengthPenaltyConfig
 from composer_jax.train.optimizer import OptimizerConfig
@@ -35,8 +37,8 @@ class RLConfig:
     optimizer: AdamW (the report trains RL with Adam); linear decay to a fifth by default.
     objective: the policy-gradient loss.
     length_penalty: nonlinear length penalty.
-    behaviour: weight of each behaviour that the harness counts (`envs.rewards.reward_parts`) in the
-      reward, e.g. `{'call_errors': -0.02}` (report, section 4.2: auxiliary rewards).
+    behaviour: weight of each behaviour that the harness counts (`envs.rewards.BEHAVIOUR_PARTS`) in
+      the reward, e.g. `{'call_errors': -0.02}` (report, section 4.2: auxiliary rewards).
     kl_coefficient: weight of the k1 KL to the SFT policy in the reward; 0 switches it off and
       saves the reference policy's forward pass.
     row_len: S, tokens per packed row; at least the sampler's longest sequence.
@@ -78,5 +80,8 @@ class RLConfig:
       raise ValueError('steps, max_staleness and max_extra_groups must not be negative')
     if self.kl_coefficient < 0 or self.selection_bias_rate < 0:
       raise ValueError('kl_coefficient and selection_bias_rate must not be negative')
+    unknown = sorted(self.behaviour.keys() - set(BEHAVIOUR_PARTS))
+    if unknown:
+      raise ValueError(f'behaviour.{unknown[0]}: unknown key{nearest(unknown[0], BEHAVIOUR_PARTS)}')
     if self.group_deadline_s <= 0:
       raise ValueError('group_deadline_s must be positive')

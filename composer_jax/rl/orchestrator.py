@@ -7,6 +7,7 @@ trainer. Its errors travel through the buffer and are raised in the trainer.
 import threading
 from typing import Any, Protocol
 
+from composer_jax.errors import InfrastructureError
 from composer_jax.rl import samples as samples_lib
 from composer_jax.rl.buffer import GroupBuffer, Ticket
 from composer_jax.rl.samples import Outcome, Sample
@@ -26,6 +27,9 @@ class Environment(Protocol):
     """Starts member `member` on the task at `ordinal`, or returns None to be asked again.
 
     Session ids must be unique over (ordinal, member); the group id must follow from the ordinal.
+
+    Raises:
+      InfrastructureError: it could not be started; the group goes on without this member.
     """
 
   def outcome(self, session: Session) -> Outcome:
@@ -117,7 +121,11 @@ class RolloutWorker:
     self._pending = None
     if ticket is None:
       return None
-    session = self._environment.session(ticket.ordinal, ticket.member)
+    try:
+      session = self._environment.session(ticket.ordinal, ticket.member)
+    except InfrastructureError as error:
+      self._buffer.forfeit(ticket, 'infrastructure', str(error))
+      return None
     if session is None:
       self._pending = ticket
       return None
@@ -129,6 +137,10 @@ class RolloutWorker:
       failure = rollout.failure
       self._buffer.forfeit(member.ticket, 'session_error',
                            f'{failure.kind} in {failure.where}: {failure.message}')
+      return
+    if outcome.correct is None:
+      self._buffer.forfeit(member.ticket, outcome.stop_reason,
+                           str(outcome.trace.get('error', '')))
       return
     sample = Sample(rollout, outcome, member.group_id, member.id)
     if sample.trainable:

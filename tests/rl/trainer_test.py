@@ -10,7 +10,7 @@ import pytest
 
 from composer_jax import metrics
 from composer_jax.checkpoint.manager import CheckpointManager
-from composer_jax.errors import UserError
+from composer_jax.errors import InfrastructureError, UserError
 from composer_jax.rl import trainer
 from composer_jax.rl.config import RLConfig
 from composer_jax.rollout.engine import Engine, EngineConfig
@@ -131,6 +131,32 @@ def test_errors_of_the_worker_surface_and_leave_no_thread(run, make_environment)
   with pytest.raises(OSError, match='host is gone'):
     run(CONFIG, Broken())
   assert not [t for t in threading.enumerate() if t.name == 'rollout']
+
+
+def test_a_member_that_cannot_start_is_left_out(run, make_environment, tmp_path):
+  class Flaky(make_environment):
+    def session(self, ordinal, member):
+      if member == 0:
+        raise InfrastructureError('cannot start a sandbox')
+      return super().session(ordinal, member)
+
+  assert run(CONFIG, Flaky()).steps == CONFIG.steps
+  rows = metrics.read(tmp_path / 'rl' / 'metrics.jsonl')
+  assert {row['rollouts'] for row in rows} == {CONFIG.groups_per_step * (CONFIG.group_size - 1)}
+
+
+def test_a_machine_that_starts_nothing_ends_the_stage_with_its_reason(run, make_environment):
+  class Dead(make_environment):
+    def session(self, ordinal, member):
+      raise InfrastructureError('cannot start a sandbox')
+
+  with pytest.raises(InfrastructureError, match='infrastructure: 4.*cannot start a sandbox'):
+    run(CONFIG, Dead())
+
+
+def test_a_behaviour_that_nobody_counts_is_refused():
+  with pytest.raises(ValueError, match='behaviour.call_error: unknown key .did you mean call_erro'):
+    RLConfig(behaviour={'call_error': -0.1})
 
 
 def test_tasks_that_run_out_are_a_user_error(run, make_environment):
