@@ -28,7 +28,8 @@ class TraceStats:
     tokens: total token count.
     sampled_tokens: of those, trainable ones.
     calls: mean tool calls per trace.
-    discarded: episodes repeated because the sandbox or the grader broke.
+    discarded: episodes repeated because the sandbox or the grader broke, or because the expert, who
+      cannot fail on a sound machine, did not solve its task (a test that a stall timed out).
   """
 
   rows: int
@@ -80,12 +81,13 @@ def write_traces(path: str | os.PathLike, tasks: Sequence[Task], pool: Pool, gra
   discarded = 0
   with open(partial, 'a', encoding='utf-8') as stream:
     todo = [i for i in range(count) if i not in rows]
-    for _ in range(_TRIES):
+    for attempt in range(_TRIES):
       failed = []
+      last = attempt == _TRIES - 1
       jobs = ((i, task, play(task, config, random.Random(f'expert/{seed}/{i}')))
               for i in todo for task in (tasks[i % len(tasks)],))
       for index, episode in play_all(jobs, pool, grader, renderer, concurrency):
-        if episode.stop == StopReason.INFRASTRUCTURE:
+        if episode.stop == StopReason.INFRASTRUCTURE or (episode.reward != 1 and not last):
           failed.append((index, episode.trace().error))
           continue
         rows[index] = _row(index, episode, config, source)

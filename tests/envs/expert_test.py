@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import random
 import time
@@ -82,6 +83,24 @@ def test_traces_resume_and_do_not_depend_on_concurrency(tmp_path, pool, grader, 
   write_traces(two, TASKS, pool, grader, renderer, seed=4, count=12)  # done: nothing is played
   with pytest.raises(UserError, match='other tasks, seed'):
     write_traces(two, TASKS, pool, grader, renderer, seed=5, count=12)
+
+
+class StallingGrader:
+  """Fails the first submission, as a machine does that stalls beyond the time limit."""
+
+  def __init__(self, grader):
+    self._grader, self._stalls = grader, 1
+
+  def submit(self, files, cases, timeout_s=None):
+    if self._stalls:
+      self._stalls, cases = 0, [dataclasses.replace(cases[0], expected_repr='timeout')]
+    return self._grader.submit(files, cases, timeout_s)
+
+
+def test_an_episode_that_a_stall_spoiled_is_played_again(tmp_path, pool, grader, renderer):
+  stats = write_traces(tmp_path / 'a.jsonl', TASKS, pool, StallingGrader(grader), renderer, seed=4,
+                       count=4, concurrency=2)
+  assert (stats.rows, stats.success, stats.discarded) == (4, 1.0, 1)
 
 
 def test_wrong_edits_can_be_kept_out_of_the_loss(tmp_path, pool, grader, renderer):
