@@ -46,6 +46,9 @@ def summary(results: dict) -> list[str]:
                          if f'{kind}_bits_per_byte' in stage)
       lines.append(f'{name}: held-out bits per byte {stage["bits_per_byte"]:.3f}  ({beside})')
   for name, row in results.get('eval', {}).items():
+    if row['ci95'] is None:
+      lines.append(f'eval {name}: no attempt got a verdict  tasks {row["tasks"]}')
+      continue
     low, high = row['ci95']
     lines.append(f'eval {name}: pass@1 {row["pass_at_1"]:.3f} [{low:.3f}, {high:.3f}]  '
                  f'tasks {row["tasks"]}')

@@ -18,7 +18,8 @@ RunTrial = Callable[[Path, Path], tuple[int, str]]
 # (config, run folder, folders of sibling trials): copies finished stages with equal fingerprints.
 Adopt = Callable[[dict[str, Any], Path, list[Path]], None]
 ERROR_LINES = 20  # of a failed trial's output, kept in sweep.json
-INTERRUPTED = (130, -signal.SIGINT, -signal.SIGTERM)  # exit codes of a trial that was stopped
+# Exit codes of a trial that was stopped: by the signal itself, or after it had saved its state.
+INTERRUPTED = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def run_sweep(trials: list[Trial], workdir: Path, run_trial: RunTrial, adopt: Adopt

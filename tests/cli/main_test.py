@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from composer_jax.cli import main as cli
+from composer_jax.cli import run as run_verb
 from composer_jax.errors import InfrastructureError, NumericsError, UserError
 
 TINY = Path(__file__).resolve().parents[2] / 'experiments' / 'tiny' / 'composer2.py'
@@ -138,3 +139,8 @@ def test_json_file(run, tmp_path):
   code, out, _ = run('data', 'inspect', f'--workdir={tmp_path}', f'--json={tmp_path}/out.json')
   assert code == 0 and json.loads(out) == {'sources': {}}
   assert json.loads((tmp_path / 'out.json').read_text()) == {'sources': {}}
+
+
+def test_last_lines_of_a_run_without_verdicts():
+  results = {'eval': {'sft': {'pass_at_1': None, 'ci95': None, 'tasks': 3}}}
+  assert run_verb.summary(results) == ['eval sft: no attempt got a verdict  tasks 3']

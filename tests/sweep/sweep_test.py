@@ -128,11 +128,12 @@ def test_a_longer_sweep_keeps_the_former_trials(tmp_path):
   assert [c['seed'] for c in fake.calls] == [2]
 
 
-def test_interruption_stops_the_sweep(tmp_path):
+@pytest.mark.parametrize('code', [130, 143, -2, -15])  # 143: a stage that saved after SIGTERM
+def test_interruption_stops_the_sweep(tmp_path, code):
   calls = []
   def interrupted(config_path, folder):
     calls.append(folder)
-    return 130, ''
+    return code, ''
   with pytest.raises(KeyboardInterrupt):
     runner.run_sweep(_expand({'seed': 1}, {'seed': 2}), tmp_path / 's', interrupted, Fake().adopt)
   assert len(calls) == 1
