@@ -15,9 +15,9 @@ def bits_per_byte(
 ) -> float:
   """Returns the summed cost of all weighted targets in bits, divided by the bytes they stand for.
 
-  The first token of a document is no target, so its bytes come for free; the last token's cost
-  counts if the loader gives it the document separator as its target.  The same number for gzip or
-  xz is 8 * compressed size / original size.
+  With `data.loader.heldout_batches` every token of every document is a target once, the first one
+  predicted from `<|doc|>`; the end of a document is not.  The same number for gzip or xz is 8 *
+  compressed size / original size.
 
   Args:
     model_config: the model.
