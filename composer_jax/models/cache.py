@@ -1,6 +1,7 @@
 """The latent key/value cache of generation: C + R floats per token and layer."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,12 @@ class Cache:
   Setting a slot's `length` to 0 empties it; entries past the length are never read.
 
   Attributes:
-    latent: normalised latent and rotated key of every layer and token, dense layers first.
+    latent: normalised latent and rotated key of every token, one array a layer, dense layers first.
+      Apart, because taking a layer out of a common array would copy it at every decoded token.
     length: tokens held by each slot.
   """
 
-  latent: Float[Array, 'L N M C+R']
+  latent: tuple[Float[Array, 'N M C+R'], ...]
   length: Int[Array, 'N']
 
   def reset(self, slots: Bool[Array, 'N']) -> 'Cache':
@@ -38,8 +40,9 @@ def init_cache(config: config_lib.ModelConfig, slots: int, max_len: int) -> Cach
     max_len: M, tokens per slot. Tokens beyond it are not written, so whoever feeds the model keeps
       `length + new tokens <= M`.
   """
-  shape = (config.num_hidden_layers, slots, max_len, config.latent_dim)
-  return Cache(jnp.zeros(shape, jnp.float32), jnp.zeros((slots,), jnp.int32))
+  shape = (slots, max_len, config.latent_dim)
+  return Cache(tuple(jnp.zeros(shape, jnp.float32) for _ in range(config.num_hidden_layers)),
+               jnp.zeros((slots,), jnp.int32))
 
 
 def places(cache: Cache, valid: Bool[Array, 'N P']) -> Int[Array, 'N P']:
@@ -47,11 +50,13 @@ def places(cache: Cache, valid: Bool[Array, 'N P']) -> Int[Array, 'N P']:
   return cache.length[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
 
 
-def append(cache: Cache, new: Float[Array, 'L N P C+R'], valid: Bool[Array, 'N P']) -> Cache:
+def append(cache: Cache, new: Sequence[Float[Array, 'N P C+R']], valid: Bool[Array, 'N P']
+           ) -> Cache:
   """Returns the cache with the valid new tokens at the end of their slots."""
-  max_len = cache.latent.shape[2]
+  max_len = cache.latent[0].shape[1]
   entry = jnp.where(valid, places(cache, valid), max_len)
   slot = jnp.arange(valid.shape[0])[:, None]
-  latent = cache.latent.at[:, slot, entry].set(new, mode='drop', unique_indices=False)
+  latent = tuple(old.at[slot, entry].set(fresh, mode='drop')
+                 for old, fresh in zip(cache.latent, new, strict=True))
   length = jnp.minimum(cache.length + valid.sum(axis=1, dtype=jnp.int32), max_len)
   return Cache(latent, length)

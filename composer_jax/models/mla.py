@@ -7,7 +7,6 @@ query and the output instead ("absorbed"), and attention runs in the latent spac
 same function.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
@@ -90,14 +89,19 @@ class Attention(nnx.Module):
     new = self.latents(x, cos, sin)
     key_up, value_up = jnp.split(self.kv_b[...], [c.qk_nope_head_dim], axis=-1)
     query = jnp.concatenate([jnp.einsum('bshn,chn->bshc', nope, key_up), rotary], axis=-1)
-    logits = jnp.concatenate([
-        jnp.where(cached_mask[:, None, None, :],
-                  jnp.einsum('bshc,bmc->bhsm', query, cached), attend.MASKED),
-        jnp.where(mask[:, None], jnp.einsum('bshc,btc->bhst', query, new), attend.MASKED)], axis=-1)
-    weights = jax.nn.softmax(logits, axis=-1)
-    past, own = jnp.split(weights, [cached.shape[1]], axis=-1)
-    out = (jnp.einsum('bhsm,bmc->bshc', past, cached[..., :c.kv_lora_rank])
-           + jnp.einsum('bhst,btc->bshc', own, new[..., :c.kv_lora_rank]))
+    # Heads and new tokens share one row axis, and the whole cache entry (rotary part included) is
+    # averaged and cut afterwards: both keep XLA:CPU from copying the cache.
+    batch, length, heads, width = query.shape
+    query = query.reshape(batch, length * heads, width)
+    past = jnp.where(cached_mask[:, None], jnp.einsum('bqc,bmc->bqm', query, cached),
+                     attend.MASKED)
+    own = jnp.where(jnp.repeat(mask, heads, axis=1), jnp.einsum('bqc,btc->bqt', query, new),
+                    attend.MASKED)
+    top = jnp.maximum(past.max(-1, keepdims=True), own.max(-1, keepdims=True))
+    past, own = jnp.exp(past - top), jnp.exp(own - top)
+    total = past.sum(-1, keepdims=True) + own.sum(-1, keepdims=True)
+    out = (jnp.einsum('bqm,bmc->bqc', past, cached) + jnp.einsum('bqt,btc->bqc', own, new)) / total
+    out = out.reshape(batch, length, heads, width)[..., :c.kv_lora_rank]
     return self._project(jnp.einsum('bshc,chv->bshv', out, value_up)), new
 
   def _project(self, out: Float[Array, 'B S H V']) -> Float[Array, 'B S D']:

@@ -257,21 +257,19 @@ def _context(config, positions, segment_ids, cache) -> _Context:
   mask = (order[:, None] >= order) & (segment_ids[:, :, None] == segment_ids[:, None, :])
   cached_mask = None
   if cache is not None:
-    cached_mask = jnp.arange(cache.latent.shape[2]) < cache.length[:, None]
+    cached_mask = jnp.arange(cache.latent[0].shape[1]) < cache.length[:, None]
   return _Context(cos, sin, mask, segment_ids != 0, cached_mask)
 
 
 def _run_stacks(config, params, x, context, cache, routing):
-  """Scans the dense, then the MoE layers; returns the stream, new latents and stacked choices."""
+  """Runs the dense, then the MoE layers; returns the stream, new latents and stacked choices."""
   rows, k = x.shape[0] * x.shape[1], config.num_experts_per_tok
-  first, news = 0, []
+  cached, news = iter(cache.latent if cache is not None else ()), []
   choices = {'indices': jnp.zeros((0, *x.shape[:2], k), jnp.int32),
              'counts': jnp.zeros((0, config.n_routed_experts), jnp.int32),
              'replaced': jnp.zeros((0,), jnp.int32)}
   for name, (cls, count) in _stacks(config).items():
     xs = {'params': params[name]}
-    if cache is not None:
-      xs['cached'] = cache.latent[first:first + count]
     if routing is not None and cls is Block:
       xs['recorded'] = routing.indices.reshape(count, rows, k)
 
@@ -287,13 +285,20 @@ def _run_stacks(config, params, x, context, cache, routing):
           'replaced': choice.replaced}
       return x, (new, kept)
 
-    if config.remat == 'full':
-      body = jax.checkpoint(body)
-    x, (new, kept) = jax.lax.scan(body, x, xs, unroll=min(config.scan_unroll, count))
+    if cache is None:
+      if config.remat == 'full':
+        body = jax.checkpoint(body)
+      x, (_, kept) = jax.lax.scan(body, x, xs, unroll=min(config.scan_unroll, count))
+    else:
+      each = []
+      for index in range(count):  # not a scan: it would copy every layer's cache
+        layer = jax.tree.map(lambda leaf, index=index: leaf[index], xs)
+        x, (new, kept) = body(x, layer | {'cached': next(cached)})
+        news.append(new)
+        each.append(kept)
+      kept = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
     choices = choices if kept is None else kept
-    news.append(new)
-    first += count
-  return x, None if cache is None else jnp.concatenate(news), choices
+  return x, news if cache is not None else None, choices
 
 
 def _run_mtp(config, params, hidden, tokens, segment_ids, context):

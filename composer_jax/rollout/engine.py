@@ -29,6 +29,9 @@ from composer_jax.rollout.prefill import PrefillItem, plan
 from composer_jax.rollout.ticks import SlotOutput, SlotRequest
 
 
+Latent = tuple[Float[Array, 'N M C'], ...]  # a layer each
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
   """Shapes and sampling of the engine (all values are our choice; measured on two CPU cores).
@@ -39,6 +42,8 @@ class EngineConfig:
     prefill_buckets: widths of a prefill chunk; a forced piece of text is cut into the fewest
       chunks, each padded to the smallest bucket that holds it.
     prefill_tokens: rows times width of one prefill chunk.
+    decode_rows: decode runs on the first of these numbers of rows that holds every active slot,
+      `slots` always being the last; a step costs as much for an idle row as for an active one.
     decode_chunk: most tokens a slot samples in one tick.  Short chunks serve finished tool calls
       and new weights sooner, long ones spend less on the host.
     cache_views: prefill and decode attend over the shortest of these lengths that holds every
@@ -47,18 +52,21 @@ class EngineConfig:
     seed: with the session's id it determines the session's random stream.
   """
 
-  slots: int = 96
+  slots: int = 64
   max_len: int = 256
   prefill_buckets: tuple[int, ...] = (8, 32)
   prefill_tokens: int = 256
-  decode_chunk: int = 12
+  decode_rows: tuple[int, ...] = (32,)
+  decode_chunk: int = 6
   cache_views: tuple[int, ...] = (128,)
   temperature: float = 1.0
   seed: int = 0
 
   def __post_init__(self):
-    if min(self.slots, self.max_len, self.decode_chunk, *self.prefill_buckets) < 1:
-      raise ValueError('slots, max_len, decode_chunk and prefill_buckets must be at least 1')
+    if min(self.slots, self.max_len, self.decode_chunk, *self.prefill_buckets,
+           *self.decode_rows) < 1:
+      raise ValueError('slots, max_len, decode_chunk, decode_rows and prefill_buckets must be at '
+                       'least 1')
     if self.prefill_tokens < max(self.prefill_buckets):
       raise ValueError('prefill_tokens must hold at least one row of the widest prefill bucket')
     if self.temperature < 0:
@@ -90,9 +98,8 @@ class Engine:
     self._length = np.zeros(config.slots, np.int32)
     self._current = np.zeros(config.slots, np.int32)
     self._keys = np.zeros((config.slots, 2), np.uint32)
+    self._rows = sorted({*(n for n in config.decode_rows if n < config.slots), config.slots})
     self._views = sorted({*(v for v in config.cache_views if v < config.max_len), config.max_len})
-    # Unrolled layers make XLA:CPU copy more of the cache: 35 against 25 ms a step at N=96, M=256.
-    model_config = dataclasses.replace(model_config, scan_unroll=1)
     self._prefill = functools.partial(_prefill, model_config)
     self._decode = functools.partial(_decode, model_config, end_id=end_id,
                                      steps=config.decode_chunk, greedy=config.temperature == 0)
@@ -103,26 +110,36 @@ class Engine:
     Raises:
       ValueError: a sequence would outgrow the cache, or a new session brings no token.
     """
-    limits = np.zeros(self.slots, np.int32)
     items = []
     for request in requests:
       items += self._start(request)
-      limits[request.slot] = min(request.limit, self.config.decode_chunk)
     fed = self._run_prefill(params, items)
-    view = self._view(self._length[limits > 0] + limits[limits > 0])
-    self._latent, out = self._decode(
-        params, self._latent, self._length, self._current, self._keys, limits,
-        self.temperature or 1.0, view=view)
-    tokens, logprobs, routing, counts, ended = jax.device_get(out)
+    tokens, logprobs, routing, counts, ended = self._run_decode(params, requests)
     outputs = []
-    for request in requests:
-      slot, n = request.slot, counts[request.slot]
+    for row, request in enumerate(requests):
+      slot, n = request.slot, counts[row]
       self._length[slot] += n
-      self._current[slot] = tokens[n - 1, slot]
-      records = [*fed.get(slot, []), routing[:n, :, slot]]
-      outputs.append(SlotOutput(slot, tokens[:n, slot], logprobs[:n, slot],
-                                np.concatenate(records), bool(ended[slot])))
+      self._current[slot] = tokens[n - 1, row]
+      records = [*fed.get(slot, []), routing[:n, :, row]]
+      outputs.append(SlotOutput(slot, tokens[:n, row], logprobs[:n, row],
+                                np.concatenate(records), bool(ended[row])))
     return outputs
+
+  def _run_decode(self, params: Any, requests: Sequence[SlotRequest]) -> tuple[np.ndarray, ...]:
+    """Samples for the requested slots; row i of the results belongs to request i."""
+    count = next(rows for rows in self._rows if rows >= len(requests))
+    # Unused rows read some slot, sample nothing, and are written past the end, i.e. nowhere.
+    slots = np.arange(self.slots, self.slots + count, dtype=np.int32)
+    limits = np.zeros(count, np.int32)
+    for row, request in enumerate(requests):
+      slots[row] = request.slot
+      limits[row] = min(request.limit, self.config.decode_chunk)
+    read = np.minimum(slots, self.slots - 1)
+    ends = self._length[slots[:len(requests)]] + limits[:len(requests)]
+    self._latent, out = self._decode(
+        params, self._latent, slots, self._length[read], self._current[read], self._keys[read],
+        limits, self.temperature or 1.0, view=self._view(ends))
+    return jax.device_get(out)
 
   def _view(self, ends: Int[np.ndarray, 'n']) -> int:
     """Returns the shortest view that holds sequences with these ends."""
@@ -169,14 +186,14 @@ class Engine:
 def prefill_chunk(
     model_config: ModelConfig,
     params: Any,
-    latent: Float[Array, 'L N M C'],
+    latent: Latent,
     tokens: Int[Array, 'R P'],
     counts: Int[Array, 'R'],
     slots: Int[Array, 'R'],
     lengths: Int[Array, 'R'],
     *,
     view: int,
-) -> tuple[Float[Array, 'L N M C'], UInt16[Array, 'L R P K']]:
+) -> tuple[Latent, UInt16[Array, 'L R P K']]:
   """Appends tokens to R of the cache's rows.
 
   The rows are gathered into a small batch and scattered back: most ticks feed few of the slots.
@@ -194,41 +211,42 @@ def prefill_chunk(
   Returns:
     The cache entries, and the chosen experts of every token (garbage at padding).
   """
-  rows = jnp.take(latent[:, :, :view], slots, axis=1, mode='clip')
+  rows = gather(latent, slots, view)
   valid = jnp.arange(tokens.shape[1])[None] < counts[:, None]
   out = transformer.forward(
       model_config, params, tokens, segment_ids=valid.astype(jnp.int32),
       cache=cache_lib.Cache(rows, lengths), output='hidden')
-  latent = latent.at[:, slots, :view].set(out.cache.latent, mode='drop', unique_indices=True)
-  return latent, out.router.indices.astype(jnp.uint16)
+  return scatter(latent, slots, out.cache.latent), out.router.indices.astype(jnp.uint16)
 
 
 def decode_chunk(
     model_config: ModelConfig,
     params: Any,
-    latent: Float[Array, 'L N M C'],
-    lengths: Int[Array, 'N'],
-    current: Int[Array, 'N'],
-    keys: UInt32[Array, 'N 2'],
-    limits: Int[Array, 'N'],
+    latent: Latent,
+    slots: Int[Array, 'R'],
+    lengths: Int[Array, 'R'],
+    current: Int[Array, 'R'],
+    keys: UInt32[Array, 'R 2'],
+    limits: Int[Array, 'R'],
     temperature: Float[Array, ''] | float,
     *,
     end_id: int,
     steps: int,
     greedy: bool,
     view: int,
-) -> tuple[Float[Array, 'L N M C'], tuple[
-    Int[Array, 'S N'], Float[Array, 'S N'], UInt16[Array, 'S L N K'], Int[Array, 'N'],
-    Bool[Array, 'N']]]:
-  """Samples up to `limits` tokens per slot, until each has ended, for at most `steps` steps.
+) -> tuple[Latent, tuple[
+    Int[Array, 'S R'], Float[Array, 'S R'], UInt16[Array, 'S L R K'], Int[Array, 'R'],
+    Bool[Array, 'R']]]:
+  """Samples up to `limits` tokens per row, until each has ended, for at most `steps` steps.
 
   Args:
     model_config: the model.
     params: its parameters.
     latent: cache entries of all slots; they hold each sequence but its current token.
-    lengths: tokens that each slot holds.
+    slots: cache row of each row, distinct; an index past the last slot marks an unused row.
+    lengths: tokens that each row's slot holds.
     current: the last token of each sequence.
-    keys: random stream of each slot.
+    keys: random stream of each row.
     limits: most tokens to sample; 0 leaves the slot untouched.
     temperature: of the sampling, above 0.
     end_id: token that ends a turn.
@@ -240,10 +258,10 @@ def decode_chunk(
     The cache entries, and (tokens, log-probs, experts of the fed token, number of sampled tokens,
     ended).
   """
-  slots = current.shape[0]
+  rows = current.shape[0]
   layers = model_config.num_hidden_layers - model_config.first_k_dense_replace
-  outputs = (jnp.zeros((steps, slots), jnp.int32), jnp.zeros((steps, slots), jnp.float32),
-             jnp.zeros((steps, layers, slots, model_config.num_experts_per_tok), jnp.uint16))
+  outputs = (jnp.zeros((steps, rows), jnp.int32), jnp.zeros((steps, rows), jnp.float32),
+             jnp.zeros((steps, layers, rows, model_config.num_experts_per_tok), jnp.uint16))
 
   def wants_more(state):
     step, _, _, active, _, _, _ = state
@@ -265,13 +283,22 @@ def decode_chunk(
     active = active & ~ended & (counts < limits)
     return step + 1, out.cache, current, active, counts, ended, outputs
 
-  zeros = jnp.zeros(slots, jnp.int32)
-  seen = cache_lib.Cache(latent[:, :, :view], lengths)
+  zeros = jnp.zeros(rows, jnp.int32)
+  seen = cache_lib.Cache(gather(latent, slots, view), lengths)
   state = (0, seen, current, limits > 0, zeros, zeros > 0, outputs)
   _, seen, _, _, counts, ended, outputs = jax.lax.while_loop(wants_more, body, state)
-  if view == latent.shape[2]:
-    return seen.latent, (*outputs, counts, ended)
-  return latent.at[:, :, :view].set(seen.latent), (*outputs, counts, ended)
+  return scatter(latent, slots, seen.latent), (*outputs, counts, ended)
+
+
+def gather(latent: Latent, slots: Int[Array, 'R'], view: int) -> Latent:
+  """Returns the first `view` entries of some slots; an index past the end reads the last slot."""
+  return tuple(jnp.take(layer[:, :view], slots, axis=0, mode='clip') for layer in latent)
+
+
+def scatter(latent: Latent, slots: Int[Array, 'R'], rows: Latent) -> Latent:
+  """Returns the cache with rows written back where `gather` took them; past the end is nowhere."""
+  return tuple(layer.at[slots, :new.shape[1]].set(new, mode='drop', unique_indices=True)
+               for layer, new in zip(latent, rows, strict=True))
 
 
 # Compiled functions outlive an engine: a second one with the same shapes costs no compilation.

@@ -134,7 +134,7 @@ def test_a_used_slot_leaks_nothing_to_the_bit(params, scripted_session):
   engine, rng = Engine(MODEL, CONFIG, END), np.random.default_rng(3)
   play(params, [scripted_session(f'before{i}', random_texts(rng, 3, 20)) for i in range(20)],
        engine=engine)
-  assert np.asarray(engine._latent).any(axis=(0, 2, 3)).all(), 'all slots were used'
+  assert np.stack(engine._latent).any(axis=(0, 2, 3)).all(), 'all slots were used'
   used = play(params, [probe()], engine=engine)['probe']
   for name in ('tokens', 'logprobs', 'routing'):
     np.testing.assert_array_equal(getattr(fresh, name), getattr(used, name))
