@@ -59,14 +59,15 @@ def test_rate_zero_keeps_parameters_and_the_gap_at_rounding(run, make_environmen
 
 
 def test_training_learns_and_reports(run, make_environment, params, tmp_path):
-  config = dataclasses.replace(CONFIG, steps=20)
+  # On-policy, so that the result does not depend on which thread is faster.
+  config = dataclasses.replace(CONFIG, steps=20, max_staleness=0)
   environment = make_environment()
   result = run(config, environment)
   rows = metrics.read(tmp_path / 'rl' / 'metrics.jsonl')
   early = np.mean([r['solved_fraction'] for r in rows[:5]])
   late = np.mean([r['solved_fraction'] for r in rows[-5:]])
   assert late > early + 0.15, [r['solved_fraction'] for r in rows]
-  assert all(row['staleness_max'] <= config.max_staleness for row in rows)
+  assert all(row['staleness_max'] == 0 and row['gap_max'] < 1e-4 for row in rows)
   assert not equal(result.params, params)
   assert result.trained_ordinals == list(range(40))
   assert len(set(environment.started)) == len(environment.started) == 160
@@ -80,9 +81,9 @@ def test_training_learns_and_reports(run, make_environment, params, tmp_path):
     assert trace['reward'] == pytest.approx(sum(trace['reward_parts'].values()))
     for token in (t for turn in trace['turns'] for t in turn['tokens']):
       assert (token['lp'] is not None) == (token['tlp'] is not None) == (token['m'] == 1)
-      if token['m'] and token['v'] == trace['step'] - 1:
-        # same weights on both sides; the record may come from a cache of the version before
-        assert abs(token['lp'] - token['tlp']) < 0.5
+      if token['m']:
+        assert token['v'] == trace['step'] - 1
+        assert token['tlp'] == pytest.approx(token['lp'], abs=1e-4)
     assert all(turn['tokens'][0]['m'] == 1 for turn in trace['turns'])
 
 
@@ -104,6 +105,7 @@ def test_a_killed_stage_trains_on_every_task_once(run, make_environment, tmp_pat
   assert result.trained_ordinals == list(range(12)) and result.steps == 6
   rows = metrics.read(tmp_path / 'rl/metrics.jsonl')
   assert [row['step'] for row in rows] == list(range(1, 7))
+  assert all(row['staleness_max'] <= CONFIG.max_staleness for row in rows)
   again = run(CONFIG, make_environment(), on_step=lambda step, row: seen.append('late'))
   assert 'late' not in seen and equal(again.params, result.params)
 
