@@ -28,7 +28,6 @@ from composer_jax.rollout import sampling
 from composer_jax.rollout.prefill import PrefillItem, plan
 from composer_jax.rollout.ticks import SlotOutput, SlotRequest
 
-
 Latent = tuple[Float[Array, 'N M C'], ...]  # a layer each
 
 
