@@ -15,7 +15,7 @@ from composer_jax.data.chat import Renderer
 from composer_jax.data.tokenizer import Tokenizer
 from composer_jax.envs.harness import Episode, GraderLike
 from composer_jax.envs.sandbox import SandboxPool
-from composer_jax.envs.types import Limits, Task, Trace
+from composer_jax.envs.types import Task, Trace
 from composer_jax.errors import InfrastructureError, UserError
 from composer_jax.evals.rows import Row, RowFile
 from composer_jax.evals.summary import summarize
@@ -48,7 +48,6 @@ def evaluate(
     *,
     pool: SandboxPool,
     grader: GraderLike,
-    limits: Limits | None = None,
     seed: int = 0,
     bootstrap_samples: int = 10_000,
     folder: str | pathlib.Path | None = None,
@@ -67,7 +66,6 @@ def evaluate(
     engine_config: slots, lengths, temperature (0 is greedy); its own seed is replaced by `seed`.
     pool: sandboxes for the episodes; as many episodes run as it has sandboxes and slots.
     grader: decides on the hidden tests.
-    limits: instead of the tasks' own.
     seed: of sampling and bootstrap; the same seed gives the same attempts.
     bootstrap_samples: resamplings of the tasks behind the intervals.
     folder: takes `rows.jsonl`; a restarted evaluation keeps the finished rows and goes on.
@@ -90,13 +88,12 @@ def evaluate(
   def open_episode(task: Task, sample: int) -> Episode | None:
     if not pool.available:
       return None
-    return Episode(task, pool.acquire(), grader, renderer, limits, group_id=task.id,
+    return Episode(task, pool.acquire(), grader, renderer, group_id=task.id,
                    sample_index=sample, release=pool.release)
 
   file = RowFile(folder, {
       'model': as_dict(model_config), 'engine': as_dict(engine_config), 'seed': seed,
       'tasks': [task.id for task in tasks], 'samples': samples_per_task,
-      'limits': None if limits is None else as_dict(limits),
       'weights': _digest(params) if identity is None else identity})
   run_rows(engine, params, tasks, samples_per_task, open_episode, file,
            description=description, on_trace=on_trace)

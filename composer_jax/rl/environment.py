@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from composer_jax.envs.harness import ChatRenderer, Episode, GraderLike
 from composer_jax.envs.sandbox import SandboxPool
-from composer_jax.envs.types import Limits, Task
+from composer_jax.envs.types import Task
 from composer_jax.rl.samples import Outcome
 
 
@@ -16,17 +16,15 @@ class EpisodeEnvironment:
     pool: sandboxes for episodes; used from the rollout thread only.
     grader: gives verdicts, in sandboxes of its own.
     renderer: encodes the conversation.
-    limits: instead of the tasks' own.
   """
 
   def __init__(self, tasks: Sequence[Task], pool: SandboxPool, grader: GraderLike,
-               renderer: ChatRenderer, limits: Limits | None = None):
+               renderer: ChatRenderer):
     self.num_tasks = len(tasks)
     self._tasks = tasks
     self._pool = pool
     self._grader = grader
     self._renderer = renderer
-    self._limits = limits
 
   def session(self, ordinal: int, member: int) -> Episode | None:
     """Starts an episode, or returns None while all sandboxes are in use."""
@@ -34,7 +32,7 @@ class EpisodeEnvironment:
     if sandbox is None:
       return None
     task = self._tasks[ordinal]
-    return Episode(task, sandbox, self._grader, self._renderer, self._limits,
+    return Episode(task, sandbox, self._grader, self._renderer,
                    group_id=f'{ordinal}:{task.id}', sample_index=member,
                    release=self._pool.release)
 
