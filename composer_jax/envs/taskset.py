@@ -8,7 +8,7 @@ from composer_jax.envs.tasks import l0, l1, l2
 from composer_jax.envs.tasks.l0 import L0Config
 from composer_jax.envs.tasks.l1 import L1Config
 from composer_jax.envs.tasks.l2 import L2Config
-from composer_jax.envs.types import Task
+from composer_jax.envs.types import Limits, Task
 from composer_jax.errors import UserError
 
 SPLITS = ('train', 'heldout')
@@ -29,6 +29,11 @@ class TasksetConfig:
   l0: L0Config = dataclasses.field(default_factory=L0Config)
   l1: L1Config = dataclasses.field(default_factory=L1Config)
   l2: L2Config = dataclasses.field(default_factory=L2Config)
+
+  @property
+  def limits(self) -> Limits:
+    """Bounds of an episode at this level."""
+    return getattr(self, self.level).limits
 
 
 class Taskset(Sequence[Task]):

@@ -3,7 +3,6 @@
 import importlib.metadata
 import pathlib
 import platform
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -152,14 +151,10 @@ def _run_stage(context: stages.Context, stage: str, fingerprint: str) -> None:
   folder = context.folder(stage)
   if workdir.finished(folder, fingerprint) is not None:
     return
-  started = time.monotonic()
-  clock = folder / 'clock.json'
-  earlier = workdir.read_json(clock)['wall_s'] if clock.exists() else 0.0
-  with Monitor(clock):
+  with Monitor(folder / 'clock.json') as monitor:
     summary = stages.RUN[stage](context)
-  wall_s = round(earlier + time.monotonic() - started, 2)
   workdir.write_json(folder / 'summary.json',
-                     {'fingerprint': fingerprint, 'wall_s': wall_s, **summary})
+                     {'fingerprint': fingerprint, 'wall_s': round(monitor.wall_s, 2), **summary})
 
 
 def _keep_compiled_programs(folder: pathlib.Path) -> None:

@@ -121,6 +121,8 @@ class Recipe:
     unknown = [s for s in self.stages if s not in STAGES]
     if unknown:
       raise ValueError(f'stages: {unknown[0]!r} is not one of {", ".join(STAGES)}')
+    if not self.stages:
+      raise ValueError(f'stages: is empty (there are: {", ".join(STAGES)})')
     if self.model.vocab_size != self.data.vocab_size:
       raise ValueError(f'model.vocab_size {self.model.vocab_size} differs from data.vocab_size '
                        f'{self.data.vocab_size}')

@@ -300,6 +300,19 @@ def check(recipe: Recipe) -> None:
                         f' (there are: {", ".join(known)})')
     if not stage.mixture:
       raise UserError(f'config.{name}.mixture: is empty (there are: {", ".join(known)})')
-  if recipe.rl.row_len < recipe.sampler.max_len:
-    raise UserError(f'config.rl.row_len: {recipe.rl.row_len} is shorter than '
-                    f'config.sampler.max_len {recipe.sampler.max_len}')
+  for name in ('cpt', 'long_context', 'sft'):
+    if getattr(recipe, name).loss.mtp_weight and not recipe.model.num_nextn_predict_layers:
+      raise UserError(f'config.{name}.loss.mtp_weight: the model has no MTP layer '
+                      '(config.model.num_nextn_predict_layers is 0)')
+  sampler, config = recipe.sampler, recipe.rl
+  if config.row_len < sampler.max_len:
+    raise UserError(f'config.rl.row_len: {config.row_len} is shorter than '
+                    f'config.sampler.max_len {sampler.max_len}')
+  if 'rl' in recipe.stages and sampler.temperature != config.objective.temperature:
+    raise UserError(f'config.sampler.temperature: is {sampler.temperature}, and RL trains on '
+                    f'config.rl.objective.temperature {config.objective.temperature}')
+  longest = recipe.tasks.limits.max_tokens
+  for where, length in (('sampler.max_len', sampler.max_len), ('sft.seq_len', recipe.sft.seq_len)):
+    if length < longest:
+      raise UserError(f'config.{where}: {length} is shorter than an episode of '
+                      f'config.tasks.{recipe.tasks.level}.limits.max_tokens {longest}')
