@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from composer_jax import models
-from composer_jax.models import rope
+from composer_jax.models import layers, moe, rope
 
 SMALL = models.ModelConfig(
     vocab_size=61, hidden_size=24, num_hidden_layers=3, first_k_dense_replace=1,
@@ -171,21 +171,29 @@ def test_forward_equals_the_float64_model(impl):
                              np.stack([r[3] for r in rows])[inside], atol=3e-5)
 
 
+@pytest.mark.usefixtures('quick_compilation')
 def test_dense_and_grouped_have_the_same_gradient():
-  def loss(params, impl):
+  layer = jax.tree.map(lambda v: v[0], _params()['moe_layers']['moe'])
+  rng = np.random.default_rng(2)
+  x, direction = rng.standard_normal((2, 30, SMALL.hidden_size)).astype(np.float32)
+  valid = np.arange(30) % 7 != 3
+
+  @functools.partial(jax.jit, static_argnums=2)
+  @functools.partial(jax.value_and_grad, argnums=(0, 1))
+  def run(layer, x, impl):
     config = dataclasses.replace(SMALL, moe_impl=impl)
-    out = models.forward(config, params, TOKENS, positions=POSITIONS, segment_ids=SEGMENTS,
-                         mtp=True)
-    return jnp.sum(jax.nn.log_softmax(out.logits)[..., 3]) + jnp.sum(out.mtp_logits[..., 5])
+    return jnp.sum(layers.bind(moe.Moe, config, layer)(x, valid)[0] * direction)
 
-  grad = jax.jit(jax.grad(loss), static_argnums=1)
-  dense, grouped = grad(_params(), 'dense'), grad(_params(), 'grouped')
-  for a, b in zip(jax.tree.leaves(dense), jax.tree.leaves(grouped), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(a).max()) + 1e-7)
-  bias = models.partition(dense)[1]
-  assert all(not np.any(leaf) for leaf in jax.tree.leaves(bias))
+  (dense, (d_layer, d_x)), (grouped, (g_layer, g_x)) = (
+      run(layer, x, impl) for impl in ('dense', 'grouped'))
+  assert float(dense) == pytest.approx(float(grouped), rel=1e-5)
+  for a, b in zip(jax.tree.leaves((d_layer, d_x)), jax.tree.leaves((g_layer, g_x)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(a).max()))
+  assert not np.any(d_layer['router']['selection_bias'])
+  assert np.any(d_layer['router']['weight'])
 
 
+@pytest.mark.usefixtures('quick_compilation')
 def test_remat_and_unrolling_change_neither_counts_nor_gradient():
   def run(config):
     def loss(params):
@@ -201,6 +209,7 @@ def test_remat_and_unrolling_change_neither_counts_nor_gradient():
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.usefixtures('quick_compilation')
 def test_tied_head_without_query_bottleneck_or_mtp():
   config = dataclasses.replace(SMALL, q_lora_rank=0, tie_word_embeddings=True, n_shared_experts=0,
                                num_nextn_predict_layers=0, rope_scaling=None)

@@ -1,6 +1,7 @@
 """Packed documents and padding: isolation to the bit, and nothing but finite numbers."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +22,24 @@ def params():
   return models.init(CONFIG, jax.random.key(0))
 
 
+@functools.partial(jax.jit, static_argnums=3)
 def _run(params, tokens, segments, impl):
   config = dataclasses.replace(CONFIG, moe_impl=impl)
-  return jax.jit(lambda p, t, s: models.forward(config, p, t, segment_ids=s, mtp=True))(
-      params, tokens, segments)
+  return models.forward(config, params, tokens, segment_ids=segments, mtp=True)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+@functools.partial(jax.value_and_grad, has_aux=True)
+def _loss(params, segments, impl):
+  config = dataclasses.replace(CONFIG, moe_impl=impl)
+  out = models.forward(config, params, TOKENS, segment_ids=segments, mtp=True)
+  return jnp.sum(jnp.square(out.logits)) + jnp.sum(jnp.square(out.mtp_logits)), out
 
 
 @pytest.mark.parametrize('impl', ['dense', 'grouped'])
 def test_a_document_does_not_see_its_neighbours(params, impl):
-  segments = np.array([[1] * 5 + [2] * 7, [1] * 4 + [2] * 4 + [3] * 4, [1] * 6 + [0] * 6])
+  segments = np.array([[1] * 5 + [2] * 7, [1] * 4 + [2] * 4 + [3] * 4, [1] * 6 + [0] * 6],
+                      np.int32)
   before = _run(params, TOKENS, segments, impl)
   changed = TOKENS.copy()
   changed[0, :5], changed[1, :4], changed[1, 8:], changed[2, 6:] = 7, 8, 9, 10
@@ -43,31 +53,26 @@ def test_a_document_does_not_see_its_neighbours(params, impl):
     assert np.any(a[0, :5] != b[0, :5])
 
 
-def test_padding_is_not_counted(params):
+@pytest.mark.parametrize('impl', ['dense', 'grouped'])
+def test_padding_is_not_counted(params, impl):
   segments = np.ones((3, 12), np.int32)
-  short = _run(params, TOKENS, segments, 'dense')
+  short = _run(params, TOKENS, segments, impl)
   long_tokens = np.concatenate([TOKENS, np.zeros((3, 108), np.int32)], axis=1)
   long_segments = np.concatenate([segments, np.zeros((3, 108), np.int32)], axis=1)
-  for impl in ('dense', 'grouped'):
-    padded = _run(params, long_tokens, long_segments, impl)
-    np.testing.assert_array_equal(short.router.counts, padded.router.counts)
-    np.testing.assert_allclose(short.logits, padded.logits[:, :12], atol=1e-5)
+  padded = _run(params, long_tokens, long_segments, impl)
+  np.testing.assert_array_equal(short.router.counts, padded.router.counts)
+  np.testing.assert_allclose(short.logits, padded.logits[:, :12], atol=1e-5)
   assert int(short.router.counts[0].sum()) == 3 * 12 * CONFIG.num_experts_per_tok
   assert int(short.router.counts[-1].sum()) == 3 * 11 * CONFIG.num_experts_per_tok
 
 
+@pytest.mark.usefixtures('quick_compilation')
 @pytest.mark.parametrize('impl', ['dense', 'grouped'])
 @pytest.mark.parametrize('real', [0, 5])
 def test_padding_gives_finite_gradients(params, impl, real):
-  config = dataclasses.replace(CONFIG, moe_impl=impl)
   segments = np.zeros((3, 12), np.int32)
   segments[0, :real] = 1
-
-  def loss(p):
-    out = models.forward(config, p, TOKENS, segment_ids=segments, mtp=True)
-    return jnp.sum(jnp.square(out.logits)) + jnp.sum(jnp.square(out.mtp_logits)), out
-
-  (value, out), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+  (value, out), grad = _loss(params, segments, impl)
   assert np.isfinite(value)
   assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(grad))
   assert int(out.router.counts[0].sum()) == real * CONFIG.num_experts_per_tok
@@ -75,7 +80,7 @@ def test_padding_gives_finite_gradients(params, impl, real):
 
 def test_mtp_reads_the_next_token_and_only_its_own_document(params):
   """MTP output at t depends on tokens up to t + 1, and its mask drops each document's last."""
-  segments = np.array([[1] * 5 + [2] * 6 + [0]] * 3)
+  segments = np.array([[1] * 5 + [2] * 6 + [0]] * 3, np.int32)
   before = _run(params, TOKENS, segments, 'dense')
   np.testing.assert_array_equal(
       before.mtp_mask[0], [True] * 4 + [False] + [True] * 5 + [False, False])

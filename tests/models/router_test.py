@@ -142,6 +142,7 @@ def test_the_filter_replaces_only_what_is_implausible():
                              rtol=1e-5)
 
 
+@pytest.mark.usefixtures('quick_compilation')
 def test_replay_through_the_model_by_layer_and_rate():
   config = models.ModelConfig(
       vocab_size=20, hidden_size=8, num_hidden_layers=3, first_k_dense_replace=1,
