@@ -19,7 +19,7 @@ def get_config() -> ConfigDict:
   config.data = data()
   config.functions = {'train_documents': 12_000, 'heldout_documents': 600}
   config.cpt = pretraining(steps=360, seq_len=128, batch_size=8)
-  config.long_context = pretraining(steps=80, seq_len=256, batch_size=4, lr=1.5e-3)
+  config.long_context = pretraining(steps=80, seq_len=256, batch_size=4, lr=8e-4)
   config.long_context.rope_factor = 2.0
   config.long_context.loss = {'mtp_weight': 0.1}  # MTP joins midway, as in the report
   config.sft = sft(steps=760)
