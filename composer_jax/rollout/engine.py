@@ -5,9 +5,10 @@ Invariant between ticks: a slot's cache holds its whole sequence except the last
 needs logits, decode always starts the same way (after a prompt, after a tool result, in the middle
 of a turn), and a turn's `<|end|>` enters the cache together with the tool result behind it.
 
-Nothing here is compiled more than once per shape: per cache view one prefill chunk of each bucket and
-one decode loop of each number of rows, whatever the sessions do.  A used slot is not wiped: entries past a slot's
-length weigh exactly 0, and numbers that are not finite stop the run where they are sampled.
+Nothing here is compiled more than once per shape: per cache view one prefill chunk of each bucket
+and one decode loop of each number of rows, whatever the sessions do.  A used slot is not wiped:
+entries past a slot's length weigh exactly 0, and numbers that are not finite stop the run where
+they are sampled.
 """
 
 import dataclasses
