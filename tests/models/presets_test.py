@@ -9,6 +9,7 @@ import pytest
 from composer_jax import models
 from composer_jax.config import build
 from composer_jax.errors import UserError
+from composer_jax.models import moe
 
 
 def _shapes(config):
@@ -76,6 +77,14 @@ def test_tiny_initial_statistics():
 def test_a_config_says_what_is_wrong(changes, message):
   with pytest.raises(UserError, match=message):
     build(models.ModelConfig, changes, 'model')
+
+
+@pytest.mark.parametrize('experts, chosen, tokens, want', [
+    (8, 2, 1024, 'grouped'), (8, 2, 96, 'dense'), (4, 2, 1024, 'dense'), (384, 8, 1, 'grouped')])
+def test_auto_chooses_by_experts_and_tokens(experts, chosen, tokens, want):
+  config = models.ModelConfig(n_routed_experts=experts, num_experts_per_tok=chosen)
+  assert moe.choose_impl(config, tokens) == want
+  assert moe.choose_impl(dataclasses.replace(config, moe_impl='dense'), tokens) == 'dense'
 
 
 @pytest.mark.parametrize('dense', [0, 3])
