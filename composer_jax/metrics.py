@@ -4,6 +4,7 @@ A row is `{"step": 12, "loss": 2.31, "heldout/stdlib/bits_per_byte": 1.9}`. Valu
 number for are written as the strings "NaN", "Infinity" and "-Infinity"; `read` turns them back.
 """
 
+import io
 import json
 import math
 import os
@@ -37,10 +38,10 @@ class MetricsLog:
         kept.append(row)
         self._last.update((name, row['step']) for name in row if name != 'step')
     _replace(self.path, kept)
-    self._file = self.path.open('a', encoding='utf-8')
+    self._file = self.path.open('ab', buffering=0)
 
   def append(self, step: int, **values: Any) -> None:
-    """Writes one row and flushes it.
+    """Writes one row.
 
     Args:
       step: the optimizer step (or another count that only rises within one file).
@@ -58,8 +59,7 @@ class MetricsLog:
           raise ValueError(f'{self.path}: metric {name} at step {row["step"]} '
                            f'after step {self._last[name]}')
       self._last.update(dict.fromkeys(values, row['step']))
-      self._file.write(line + '\n')
-      self._file.flush()
+      write_line(self._file, line)
 
   def close(self) -> None:
     """Closes the file; closing twice is harmless."""
@@ -70,6 +70,17 @@ class MetricsLog:
 
   def __exit__(self, *unused: Any) -> None:
     self.close()
+
+
+def write_line(file: io.RawIOBase, line: str) -> None:
+  """Appends a line to an unbuffered file: what a full disk refused is not tried again on closing.
+
+  Raises:
+    OSError: the line, or the rest of it, was not written.
+  """
+  data = memoryview((line + '\n').encode())
+  while data:
+    data = data[file.write(data):]
 
 
 def read(path: str | os.PathLike) -> list[dict[str, Any]]:

@@ -4,6 +4,8 @@ import contextlib
 import errno
 import logging
 import os
+import sys
+import types
 from collections.abc import Iterator
 
 from composer_jax.errors import InfrastructureError
@@ -55,8 +57,34 @@ def _is_full(error: BaseException) -> bool:
 
 
 class OrbaxFilter(logging.Filter):
-  """Drops Orbax's own log records: each failure they describe is raised to our caller as well."""
+  """Drops log records about failures that are raised to our caller as well.
+
+  These are Orbax's own, and asyncio's about the writes that Orbax gave up after the first failed.
+  """
 
   def filter(self, record: logging.LogRecord) -> bool:
-    """Returns False for records written inside Orbax."""
-    return f'{os.sep}orbax{os.sep}' not in record.pathname
+    """Returns False for records written inside Orbax, and for writes the disk refused."""
+    error = record.exc_info[1] if record.exc_info else None
+    refused = record.name == 'asyncio' and error is not None and write_failure(error) is not None
+    return not refused and f'{os.sep}orbax{os.sep}' not in record.pathname
+
+
+def hide_late_callbacks() -> None:
+  """Hides what TensorStore's threads print when a failed save has closed Orbax's event loop.
+
+  Their callbacks find the loop closed, and the interpreter shows each with `sys.excepthook`; the
+  failure itself has been raised to the caller by then. Errors that pass through Python code of
+  anybody else are shown as before. Calling it twice is harmless.
+  """
+  shown = sys.excepthook
+  if getattr(shown, 'hides_late_callbacks', False):
+    return
+
+  def hook(kind: type[BaseException], error: BaseException,
+           trace: types.TracebackType | None) -> None:
+    outermost = trace.tb_frame.f_code.co_filename if trace else ''
+    if str(error) != 'Event loop is closed' or f'{os.sep}asyncio{os.sep}' not in outermost:
+      shown(kind, error, trace)
+
+  hook.hides_late_callbacks = True
+  sys.excepthook = hook

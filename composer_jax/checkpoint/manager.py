@@ -16,7 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from composer_jax.checkpoint import leaves
-from composer_jax.checkpoint.disk import OrbaxFilter, disk_errors
+from composer_jax.checkpoint.disk import OrbaxFilter, disk_errors, hide_late_callbacks
 from composer_jax.errors import InfrastructureError, UserError
 
 _TEMPORARY = '*.orbax-checkpoint-tmp*'
@@ -245,10 +245,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def _quiet_orbax() -> None:
-  """Keeps Orbax's log lines off the screen; see `OrbaxFilter`."""
-  logger = logging.getLogger('absl')
-  if not any(isinstance(known, OrbaxFilter) for known in logger.filters):
-    logger.addFilter(OrbaxFilter())
+  """Keeps what Orbax says of its failures off the screen: they are raised to the caller."""
+  hide_late_callbacks()
+  for logger in (logging.getLogger('absl'), logging.getLogger('asyncio')):
+    if not any(isinstance(known, OrbaxFilter) for known in logger.filters):
+      logger.addFilter(OrbaxFilter())
 
 
 @contextlib.contextmanager

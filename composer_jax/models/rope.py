@@ -64,7 +64,8 @@ def rotate(x: Float[Array, '... R'], cos: Float[Array, '... R2'], sin: Float[Arr
            ) -> Float[Array, '... R']:
   """Turns the interleaved pairs of `x`; the result is in the halves layout (module docstring)."""
   first, second = x[..., 0::2], x[..., 1::2]
-  return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
+  turned = jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
+  return turned.astype(x.dtype)  # the tables are float32 whatever the model is
 
 
 def _mscale(factor: float, mscale: float) -> float:

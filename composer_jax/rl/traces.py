@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from composer_jax.metrics import write_line
 from composer_jax.rl.samples import Group, Sample
 
 
@@ -40,7 +41,7 @@ class TraceLog:
     part = path.with_name(path.name + '.part')
     part.write_text(''.join(kept), encoding='utf-8')
     os.replace(part, path)
-    self._file = path.open('a', encoding='utf-8')
+    self._file = path.open('ab', buffering=0)
     self._decode = decode or (lambda ids: ' '.join(map(str, ids)))
 
   def append(self, step: int, sample: Sample, parts: Mapping[str, float], advantage: float, *,
@@ -76,8 +77,7 @@ class TraceLog:
     turns += [{}] * (len(spans) - len(turns))  # an environment may record less than the tokens do
     row['turns'] = [{**turn, 'tokens': tokens[start:end]}
                     for turn, (start, end) in zip(turns, spans, strict=False)]
-    self._file.write(json.dumps(row) + '\n')
-    self._file.flush()
+    write_line(self._file, json.dumps(row))
 
   def __enter__(self) -> 'TraceLog':
     return self

@@ -47,5 +47,8 @@ def create(params: dict[str, Any], tx: optax.GradientTransformation) -> TrainSta
     tx: the optimizer.
   """
   trainable, frozen = models.partition(jax.tree.map(jnp.array, params))
-  return TrainState(jnp.zeros((), jnp.int32), trainable, frozen, tx.init(trainable),
-                    jnp.zeros((), jnp.int32))
+  state = TrainState(jnp.zeros((), jnp.int32), trainable, frozen, tx.init(trainable),
+                     jnp.zeros((), jnp.int32))
+  # Restored parameters are committed to a device and fresh arrays are not; a mixture would make the
+  # second step, and each resumed one, another program to compile.
+  return jax.tree.map(lambda x: jax.device_put(x, x.sharding), state)
