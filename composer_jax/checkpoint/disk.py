@@ -5,8 +5,8 @@ import errno
 import logging
 import os
 import sys
-import types
 from collections.abc import Iterator
+from typing import Any
 
 from composer_jax.errors import InfrastructureError
 
@@ -72,19 +72,20 @@ class OrbaxFilter(logging.Filter):
 def hide_late_callbacks() -> None:
   """Hides what TensorStore's threads print when a failed save has closed Orbax's event loop.
 
-  Their callbacks find the loop closed, and the interpreter shows each with `sys.excepthook`; the
-  failure itself has been raised to the caller by then. Errors that pass through Python code of
-  anybody else are shown as before. Calling it twice is harmless.
+  Their callbacks find the loop closed, and the interpreter reports each as unraisable; the failure
+  itself has been raised to the caller by then. Other reports are shown as before. Calling it twice
+  is harmless.
   """
-  shown = sys.excepthook
+  shown = sys.unraisablehook
   if getattr(shown, 'hides_late_callbacks', False):
     return
 
-  def hook(kind: type[BaseException], error: BaseException,
-           trace: types.TracebackType | None) -> None:
+  def hook(report: Any) -> None:
+    trace = report.exc_traceback
     outermost = trace.tb_frame.f_code.co_filename if trace else ''
-    if str(error) != 'Event loop is closed' or f'{os.sep}asyncio{os.sep}' not in outermost:
-      shown(kind, error, trace)
+    late = f'{os.sep}asyncio{os.sep}' in outermost
+    if not late or str(report.exc_value) != 'Event loop is closed':
+      shown(report)
 
   hook.hides_late_callbacks = True
-  sys.excepthook = hook
+  sys.unraisablehook = hook
