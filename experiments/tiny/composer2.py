@@ -79,6 +79,5 @@ def rl(steps: int) -> dict:
   """Returns the RL stage."""
   return {
     'steps': steps, 'groups_per_step': 12, 'group_size': 8, 'max_staleness': 1,
-    'kl_coefficient': 0.02,
     'optimizer': {'lr': 5e-4, 'warmup_steps': 5, 'final_fraction': 0.2},
     'checkpoint_every': 20}
