@@ -9,7 +9,7 @@ by marshal (nothing to import: this is half of a sandbox's start) and in hexadec
   cgroups: `cgroup.procs` files to join. Joined here, before exec, so that no process escapes.
   uid: user and group to become, or None to stay
   binds: [[source, target]], directories to show below /tmp in a private mount namespace. The
-    interpreter may lie in a home that only root may enter (`/root/.pyenv`), and bubblewrap, which
+    interpreter may lie in a home that only its owner may enter (pyenv), and bubblewrap, which
     runs as `uid`, has to reach it by path.
 """
 
