@@ -1,7 +1,6 @@
 """`composer-jax doctor`: what this machine has, and whether a run's numbers hold on it."""
 
 import dataclasses
-import importlib.metadata
 import math
 import os
 import platform
@@ -13,6 +12,7 @@ from absl import flags
 
 from composer_jax.cli import arguments, golden
 from composer_jax.errors import InfrastructureError, NumericsError
+from composer_jax.recipe.versions import installed
 
 HELP = """
 usage: composer-jax doctor [--model=tiny|kimi_k2_5] [--workdir=DIR]
@@ -64,13 +64,7 @@ def main(args: arguments.Arguments) -> None:
 
 def versions() -> dict[str, str]:
   """Returns the versions of Python and of the libraries that matter."""
-  found = {'python': platform.python_version(), 'platform': platform.platform()}
-  for name in _DISTRIBUTIONS:
-    try:
-      found[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-      found[name] = 'not installed'
-  return found
+  return {'platform': platform.platform(), **installed(_DISTRIBUTIONS)}
 
 
 def machine() -> dict[str, Any]:

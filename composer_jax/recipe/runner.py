@@ -1,8 +1,6 @@
 """Runs the stages of a recipe in one folder: what is finished stays, the rest continues."""
 
-import importlib.metadata
 import pathlib
-import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +9,7 @@ from composer_jax.envs.sandbox import support
 from composer_jax.errors import UserError
 from composer_jax.recipe import schema, stages, workdir
 from composer_jax.recipe.monitor import Monitor
+from composer_jax.recipe.versions import installed
 
 _VERSIONED = ('composer-jax', 'jax', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'tokenizers')
 
@@ -106,13 +105,7 @@ def adopt_stages(config: Mapping[str, Any], folder: pathlib.Path,
 
 def versions() -> dict[str, str]:
   """Returns the versions of Python and of the packages that shape a run."""
-  found = {'python': platform.python_version()}
-  for name in _VERSIONED:
-    try:
-      found[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-      found[name] = 'not installed'
-  return found
+  return installed(_VERSIONED)
 
 
 def write_results(context: stages.Context, monitor: Monitor) -> dict[str, Any]:

@@ -1,0 +1,16 @@
+"""Which versions a run, or a question about this machine, has to do with."""
+
+import importlib.metadata
+import platform
+from collections.abc import Iterable
+
+
+def installed(distributions: Iterable[str]) -> dict[str, str]:
+  """Returns the version of Python and of each distribution, or `not installed`."""
+  found = {'python': platform.python_version()}
+  for name in distributions:
+    try:
+      found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      found[name] = 'not installed'
+  return found
