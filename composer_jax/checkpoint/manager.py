@@ -99,7 +99,9 @@ class CheckpointManager:
 
   def steps(self) -> list[int]:
     """Returns the steps that are complete on disk, rising."""
-    return sorted(self._manager.all_steps(read=True))  # Orbax's memory includes unfinished ones
+    # From the names alone: Orbax's memory includes unfinished steps, and its own listing looks into
+    # folders that its writer thread may be deleting.
+    return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdecimal())
 
   def restore_latest(self, target: Any) -> Restored | None:
     """Reads the newest checkpoint that is intact; damaged newer ones are removed, with a warning.

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import subprocess
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,27 @@ def test_nothing_is_lost_between_saving_and_loading(two_checkpoints):
 def test_empty_folder(tmp_path):
   with manager.CheckpointManager(tmp_path / 'new') as m:
     assert m.steps() == [] and m.restore_latest(make_state(0)) is None
+
+
+def test_listing_while_the_writer_deletes(two_checkpoints, tmp_path):
+  folder, over = tmp_path / 'run', threading.Event()
+  shutil.copytree(two_checkpoints, folder)
+
+  def come_and_go():
+    while not over.is_set():
+      shutil.copytree(folder / '2', folder / 'new.orbax-checkpoint-tmp')
+      os.rename(folder / 'new.orbax-checkpoint-tmp', folder / '0')
+      shutil.rmtree(folder / '0')
+
+  with manager.CheckpointManager(folder) as m:
+    writer = threading.Thread(target=come_and_go)
+    writer.start()
+    try:
+      seen = [m.steps() for _ in range(300)]
+    finally:
+      over.set()
+      writer.join()
+  assert all(steps[-2:] == [1, 2] for steps in seen)
 
 
 def test_training_may_go_on_during_the_save(tmp_path):
