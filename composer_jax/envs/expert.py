@@ -1,8 +1,8 @@
 """The scripted expert: reads, repairs, tests and finishes in the real sandbox, through the harness.
 
 It knows the solution, so what it demonstrates is the procedure: look, change lines, run the tests,
-repair after a failure, and finish only on "pass". With probability `wrong_edit_rate` its first edit
-is a plausible wrong one. Edits that change nothing are never made.
+repair after a failure, and finish only on "pass". It can be made to stumble first, so that recovery
+is demonstrated as well: over a plausible wrong edit, or over edits that change nothing.
 """
 
 import dataclasses
@@ -27,14 +27,19 @@ class ExpertConfig:
     wrong_edit_rate: probability of a wrong first edit, followed by a failing test and the repair.
     learn_wrong_edits: whether the tokens of the wrong edit are trainable in the written traces;
       False shows the recovery without teaching the mistake.
+    idle_edit_rate: probability that it first rewrites one or two lines as they already are (where
+      its first edit is not a wrong one). A small model does this often, and then repeats itself:
+      the demonstration is to go on to another line. These edits' tokens are never trainable.
   """
 
   wrong_edit_rate: float = 0.3
   learn_wrong_edits: bool = True
+  idle_edit_rate: float = 0.0
 
   def __post_init__(self):
-    if not 0 <= self.wrong_edit_rate <= 1:
-      raise ValueError('wrong_edit_rate: must be between 0 and 1')
+    if min(self.wrong_edit_rate, self.idle_edit_rate) < 0 or (
+        self.wrong_edit_rate + self.idle_edit_rate > 1):
+      raise ValueError('wrong_edit_rate and idle_edit_rate: must be between 0 and 1 together')
 
 
 class Pool(Protocol):
@@ -53,7 +58,10 @@ def play(task: Task, config: ExpertConfig, rng: random.Random) -> Player:
   for path in task.solution:
     yield _spell(task, 'read_file', path)
   wrong = task.meta.get('wrong_edits') or []
-  if wrong and rng.random() < config.wrong_edit_rate:
+  chance = rng.random()
+  if chance >= 1 - config.idle_edit_rate:
+    yield from _idle_edits(task, rng)
+  elif wrong and chance < config.wrong_edit_rate:
     path, line, text = rng.choice(wrong)
     yield f'{_spell(task, "edit_file", path, f"{line}")}|{text}'
     files[path] = apply_edit(files[path], line, line, text) or files[path]
@@ -84,6 +92,19 @@ def repairs(task: Task, files: Mapping[str, str]) -> list[str]:
       first, last, text = _range_edit(old, new[b0:b1], a0, a1)
       calls.append(f'{_spell(task, "edit_file", path, f"{first}-{last}")}|{text}')
   return calls
+
+
+def _idle_edits(task: Task, rng: random.Random) -> Generator[str, str, None]:
+  """Yields one or two edits that write a line which needs no repair as it is."""
+  path = rng.choice(list(task.solution))
+  old = split_lines(task.files[path])
+  kept = {i for block in difflib.SequenceMatcher(
+            None, old, split_lines(task.solution[path]), autojunk=False).get_matching_blocks()
+          for i in range(block.a, block.a + block.size) if old[i].strip()}
+  same = sorted(i for i in kept if apply_edit(task.files[path], i + 1, i + 1, old[i].strip())
+                == task.files[path])
+  for i in rng.sample(same, min(len(same), rng.randint(1, 2))):
+    yield f'{_spell(task, "edit_file", path, str(i + 1))}|{old[i].strip()}'
 
 
 def _range_edit(old: Sequence[str], block: list[str], a0: int, a1: int) -> tuple[int, int, str]:

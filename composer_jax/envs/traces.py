@@ -12,6 +12,7 @@ from typing import Any
 from composer_jax.config import fingerprint
 from composer_jax.envs.expert import ExpertConfig, Pool, play, play_all
 from composer_jax.envs.harness import ChatRenderer, Episode, GraderLike
+from composer_jax.envs.tools.registry import NO_CHANGE
 from composer_jax.envs.types import StopReason, Task
 from composer_jax.errors import InfrastructureError, UserError
 
@@ -49,7 +50,7 @@ def write_traces(path: str | os.PathLike, tasks: Sequence[Task], pool: Pool, gra
   Each row has `index, source` (fingerprint of the arguments), `task_id, level, mutation, reward,
   stop_reason, calls` and what `data.loader.read_traces` reads: `id`, `segments` (runs of
   token ids) and `trainable` (one flag a run), the role mask exactly as live (see
-  `ExpertConfig.learn_wrong_edits` for the one exception). The file appears complete or not at
+  `ExpertConfig` for the edits left out of it). The file appears complete or not at
   all; rows that are done wait in `PATH.partial`. Row i depends on the arguments and i only.
 
   Args:
@@ -111,12 +112,14 @@ def _sample_of(tasks: Sequence[Task]) -> list[Any]:
 def _row(index: int, episode: Episode, config: ExpertConfig, source: str) -> dict[str, Any]:
   trace = episode.trace()
   mask = [int(t) for t in trace.trainable]
-  if not config.learn_wrong_edits:
-    failing = [i for i, t in enumerate(trace.turns) if t.result and t.result.passed is False]
-    for turn in trace.turns[:failing[-1] if failing else 0]:
-      if turn.call is not None and turn.call.name == 'edit_file':
-        first, last = turn.call_span
-        mask[first:last] = [0] * (last - first)
+  failing = [i for i, t in enumerate(trace.turns) if t.result and t.result.passed is False]
+  for i, turn in enumerate(trace.turns):
+    if turn.call is None or turn.call.name != 'edit_file' or turn.result is None:
+      continue
+    wrong = not config.learn_wrong_edits and any(i < later for later in failing)
+    if wrong or turn.result.text == NO_CHANGE:
+      first, last = turn.call_span
+      mask[first:last] = [0] * (last - first)
   return {'id': f'{trace.task_id}/{index}', 'index': index, 'source': source,
           'task_id': trace.task_id, 'level': trace.level,
           'mutation': trace.meta.get('mutation', ''), 'reward': trace.reward,

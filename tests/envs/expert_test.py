@@ -113,6 +113,23 @@ def test_wrong_edits_can_be_kept_out_of_the_loss(tmp_path, pool, grader, rendere
   assert stats[True].sampled_tokens > stats[False].sampled_tokens
 
 
+def test_idle_edits_are_shown_and_never_learnt(tmp_path, pool, grader, renderer):
+  config = ExpertConfig(wrong_edit_rate=0.0, idle_edit_rate=1.0)
+  path = tmp_path / 'traces.jsonl'
+  stats = write_traces(path, TASKS, pool, grader, renderer, seed=1, count=16, concurrency=4,
+                       config=config)
+  assert stats.success == 1
+  for line in path.read_text().splitlines():
+    row = json.loads(line)
+    learnt = [renderer.call_text(s) for s, t in zip(row['segments'], row['trainable'], strict=True)
+              if t]
+    text = ''.join(renderer.tokenizer.decode(s) for s in row['segments'])
+    assert [call.split()[0] for call in learnt] == ['read_file', 'edit_file', 'run_tests', 'finish']
+    idle = text.count('<|result|>no change<|end|>')
+    assert 1 <= idle <= 2 and row['calls'] == 4 + idle
+    assert text.count('<|call|>') == row['calls']
+
+
 def test_expert_never_makes_an_edit_that_changes_nothing():
   for task in TASKS:
     files = dict(task.files)
