@@ -26,14 +26,15 @@ class ExpertConfig:
   Attributes:
     wrong_edit_rate: probability of a wrong first edit, followed by a failing test and the repair.
     learn_wrong_edits: whether the tokens of the wrong edit are trainable in the written traces;
-      False shows the recovery without teaching the mistake.
+      False shows the recovery without teaching the mistake (see experiments/LOG.md: it makes the
+      difference between 0.47 and 0.70 of held-out tasks solved).
     idle_edit_rate: probability that it first rewrites one or two lines as they already are (where
       its first edit is not a wrong one). A small model does this often, and then repeats itself:
       the demonstration is to go on to another line. These edits' tokens are never trainable.
   """
 
   wrong_edit_rate: float = 0.3
-  learn_wrong_edits: bool = True
+  learn_wrong_edits: bool = False
   idle_edit_rate: float = 0.0
 
   def __post_init__(self):

@@ -22,8 +22,8 @@ def get_config() -> ConfigDict:
   config.long_context = pretraining(steps=80, seq_len=256, batch_size=4, lr=8e-4)
   config.long_context.rope_factor = 2.0
   config.long_context.loss = {'mtp_weight': 0.1}  # MTP joins midway, as in the report
-  config.sft = sft(steps=760)
-  config.traces = {'count': 3_000, 'concurrency': 8}
+  config.sft = sft(steps=380)
+  config.traces = {'count': 2_000, 'concurrency': 8, 'expert': {'idle_edit_rate': 0.3}}
   # what the expert needs when its first edit is wrong: read, edit, test, two edits, test, finish
   config.tasks = {'level': 'l0', 'l0': {'limits': {'max_calls': 7}}}
   config.sampler = {'slots': 64, 'max_len': 256, 'decode_rows': (32,), 'cache_views': (128,)}
