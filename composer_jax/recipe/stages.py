@@ -163,7 +163,8 @@ def sft(context: Context) -> dict[str, Any]:
   recipe, stage = context.recipe, context.recipe.sft
   folder = context.folder('sft')
   path = folder / 'demonstrations.jsonl'
-  stats = _demonstrate(context, path)
+  with sandboxes(recipe, recipe.traces.concurrency) as (pool, grader):
+    stats = demonstrate(context, pool, grader, path)
   loader = loader_lib.trace_loader(path, stage.batch_size, stage.seq_len, stage.seed,
                                    context_weight=stage.context_weight)
   _, summary = supervised.train(stage, context.model('sft'), folder, loader=loader,
@@ -172,11 +173,16 @@ def sft(context: Context) -> dict[str, Any]:
           'wrong_edit_rate': recipe.traces.expert.wrong_edit_rate}
 
 
-def _demonstrate(context: Context, path: pathlib.Path) -> traces.TraceStats:
-  recipe = context.recipe
-  spec = recipe.traces
-  with (sandboxes(recipe, spec.concurrency) as (pool, grader),
-        progress(spec.count, 'demonstrations') as bar):
+def demonstrate(context: Context, pool: SandboxPool, grader: Grader, path: pathlib.Path
+                ) -> traces.TraceStats:
+  """Writes the expert's episodes to `path`, continuing what an earlier call began.
+
+  Raises:
+    InfrastructureError: tasks stayed unsolved. The file is moved aside, so that the next call plays
+      them again instead of finding the same failure on disk.
+  """
+  recipe, spec = context.recipe, context.recipe.traces
+  with progress(spec.count, 'demonstrations') as bar:
     tasks = admitted(recipe, 'train', spec.count, recipe.seed, grader)
     done = 0
 
@@ -189,9 +195,11 @@ def _demonstrate(context: Context, path: pathlib.Path) -> traces.TraceStats:
       path, tasks, pool, grader, Renderer(context.corpus.tokenizer), seed=recipe.seed,
       count=spec.count, concurrency=spec.concurrency, config=spec.expert, on_progress=on_progress)
   if stats.success < 1:
+    aside = path.with_name(path.name + '.unsolved')
+    path.replace(aside)
     raise InfrastructureError(
       f'the expert solved only {stats.success:.1%} of its tasks: the sandbox or the tasks are '
-      'broken')
+      f'broken; its episodes are now in {aside}, and the next start plays them again')
   return stats
 
 
