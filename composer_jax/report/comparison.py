@@ -71,9 +71,9 @@ def build(workdir: str | os.PathLike) -> Path:
 
 
 def label(row: Row) -> str:
-  """Returns a short name of a trial: the last part of each key and the value."""
-  return ' '.join(f'{key.rpartition(".")[2]}={value}' for key, value in row.overrides.items()
-                  ) or 'base'
+  """Returns a short name of a trial: the last part of each key and the value, equal ones once."""
+  pairs = (f'{key.rpartition(".")[2]}={value}' for key, value in row.overrides.items())
+  return ' '.join(dict.fromkeys(pairs)) or 'base'
 
 
 def overlays(rows: list[Row]) -> list[curves.Chart]:

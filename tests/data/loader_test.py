@@ -100,6 +100,14 @@ def test_mixture_shares_are_realised_row_by_row(corpus):
   assert len(add) and ours == total / 4
 
 
+def test_a_source_of_weight_zero_is_left_out(corpus):
+  it = loader.cpt_loader({'code': 2.0, 'functions': 0}, corpus.path, 4, S, 0)
+  alone = loader.cpt_loader({'code': 1.0}, corpus.path, 4, S, 0)
+  assert it.rows.keys() == {'code'}
+  for _ in range(5):
+    _same(next(it), next(alone))
+
+
 def test_a_mixture_that_does_not_fit_is_refused(corpus):
   for mix, message in (({'cod': 1}, r'mixture.cod: .*did you mean code'),
                        ({'code': -1.0}, 'is negative'), ({'code': 0.0}, 'no source has a positive'),

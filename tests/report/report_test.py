@@ -289,6 +289,13 @@ def test_comparison_page(tmp_path):
   assert 'rl loss' not in shown
 
 
+def test_a_trial_is_named_by_what_it_changes():
+  def label(overrides):
+    return comparison.label(comparison.Row('t', overrides, 'planned', None, None, [], {}))
+  assert label({'rl.q': 2.0, 'cpt.seed': 1, 'sft.seed': 1}) == 'q=2.0 seed=1'
+  assert label({}) == 'base'
+
+
 def test_comparison_needs_a_sweep(tmp_path):
   with pytest.raises(UserError, match='holds no sweep'):
     comparison.build(tmp_path)
