@@ -113,6 +113,32 @@ def trace_loader(traces: str | pathlib.Path | Sequence[str | pathlib.Path], batc
     UserError: a file is missing, malformed or empty, or a trace is too long.
   """
   paths = [traces] if isinstance(traces, str | pathlib.Path) else list(traces)
+  sequences, dropped = _trace_sequences(paths, seq_len, context_weight, long_traces)
+  rows = {'traces': Rows(sequences, seq_len, seed)}
+  return Loader(rows, {'traces': 1.0}, batch_size, seed, dropped)
+
+
+def trace_batches(path: str | pathlib.Path, batch_size: int, seq_len: int) -> list[Batch]:
+  """Returns batches to evaluate on: every recorded trace of a file once, always packed alike.
+
+  The model's own tokens are targets of weight 1, prompts and tool results have weight 0. The last
+  batch is filled up with rows of padding.
+
+  Args:
+    path: a file as `trace_loader` reads it.
+    batch_size: B.
+    seq_len: S; a trace is never cut.
+
+  Raises:
+    UserError: the file is missing, malformed or empty, or a trace is too long.
+  """
+  sequences, _ = _trace_sequences([path], seq_len, 0.0, 'error')
+  return _in_order(Rows(sequences, seq_len, seed=None), batch_size)
+
+
+def _trace_sequences(paths: Sequence[str | pathlib.Path], seq_len: int, context_weight: float,
+                     long_traces: Literal['error', 'drop']) -> tuple[TraceSequences, int]:
+  """Returns the traces of all files with their loss weights, and how many were left out."""
   ids, weights, dropped = [], [], 0
   for path in paths:
     for name, trace_ids, mask in read_traces(path):
@@ -125,8 +151,7 @@ def trace_loader(traces: str | pathlib.Path | Sequence[str | pathlib.Path], batc
       weights.append(np.where(mask, 1.0, context_weight).astype(np.float32))
   if not ids:
     raise UserError(f'{", ".join(map(str, paths))}: no trace of at most {seq_len} tokens')
-  rows = {'traces': Rows(TraceSequences(ids, weights), seq_len, seed)}
-  return Loader(rows, {'traces': 1.0}, batch_size, seed, dropped)
+  return TraceSequences(ids, weights), dropped
 
 
 def read_traces(path: str | pathlib.Path) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -177,13 +202,18 @@ def heldout_batches(corpus_dir: str | pathlib.Path, source: str, seq_len: int, b
   files = corpus.heldout_files(source, max_bytes)
   rows = Rows(DocumentSequences(documents.tokens, documents.offsets, corpus.tokenizer.doc_id,
                                 count=len(files)), seq_len, seed=None)
-  padding = Row(*(np.zeros(seq_len, dtype) for dtype in (
+  return _in_order(rows, batch_size), sum(map(len, files))
+
+
+def _in_order(rows: Rows, batch_size: int) -> list[Batch]:
+  """Returns all rows as batches, the last one filled up with rows of padding."""
+  padding = Row(*(np.zeros(rows.row_len, dtype) for dtype in (
       np.int32, np.int32, np.float32, np.int32, np.int32)))
   batches = []
   for start in range(0, len(rows), batch_size):
     group = [rows[r] for r in range(start, min(start + batch_size, len(rows)))]
     batches.append(collate(group + [padding] * (batch_size - len(group))))
-  return batches, sum(map(len, files))
+  return batches
 
 
 def collate(rows: Sequence[Row]) -> Batch:

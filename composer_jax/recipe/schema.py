@@ -42,17 +42,20 @@ class TracesConfig:
 
   Attributes:
     count: traces, one a train task.
+    heldout: traces of held-out tasks, which are never trained on, for the held-out loss of SFT;
+      without evaluations there (`sft.eval_every` 0) they are not made.
     concurrency: episodes side by side.
     expert: how the expert behaves.
   """
 
   count: int = 4_000
+  heldout: int = 200
   concurrency: int = 8
   expert: ExpertConfig = ExpertConfig()
 
   def __post_init__(self):
-    if self.count < 1 or self.concurrency < 1:
-      raise ValueError('count and concurrency must be at least 1')
+    if min(self.count, self.heldout, self.concurrency) < 1:
+      raise ValueError('count, heldout and concurrency must be at least 1')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from composer_jax.batch import Batch
 from composer_jax.checkpoint import manager
 from composer_jax.config import fingerprint
 from composer_jax.data import corpus as corpus_lib
@@ -159,25 +160,45 @@ def _supervised_summary(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def sft(context: Context) -> dict[str, Any]:
-  """Writes demonstrations in the real sandbox, then trains on them."""
+  """Writes demonstrations in the real sandbox, then trains on those of train tasks.
+
+  Those of held-out tasks are for the held-out loss, in nats per token that the model has to write.
+  """
   recipe, stage = context.recipe, context.recipe.sft
-  folder = context.folder('sft')
-  path = folder / 'demonstrations.jsonl'
-  stats = _demonstrate(context, path)
+  folder, model = context.folder('sft'), context.model('sft')
+  path, unseen = folder / 'demonstrations.jsonl', folder / 'heldout_demonstrations.jsonl'
+  evaluate = None
+  with sandboxes(recipe, recipe.traces.concurrency) as (pool, grader):
+    stats = demonstrate(context, pool, grader, 'train', recipe.traces.count, path)
+    if stage.eval_every:
+      demonstrate(context, pool, grader, 'heldout', recipe.traces.heldout, unseen)
+      batches = loader_lib.trace_batches(unseen, stage.batch_size, stage.seq_len)
+      evaluate = functools.partial(_evaluate_traces, model, batches)
   loader = loader_lib.trace_loader(path, stage.batch_size, stage.seq_len, stage.seed,
                                    context_weight=stage.context_weight)
-  _, summary = supervised.train(stage, context.model('sft'), folder, loader=loader,
-                                params=context.params('long_context'), description='sft')
-  return {**_supervised_summary(summary), 'demonstrations': stats,
+  _, summary = supervised.train(stage, model, folder, loader=loader,
+                                params=context.params('long_context'), evaluate=evaluate,
+                                description='sft')
+  return {**_supervised_summary(summary), **summary['eval'], 'demonstrations': stats,
           'wrong_edit_rate': recipe.traces.expert.wrong_edit_rate}
 
 
-def _demonstrate(context: Context, path: pathlib.Path) -> traces.TraceStats:
-  recipe = context.recipe
-  spec = recipe.traces
-  with (sandboxes(recipe, spec.concurrency) as (pool, grader),
-        progress(spec.count, 'demonstrations') as bar):
-    tasks = admitted(recipe, 'train', spec.count, recipe.seed, grader)
+def _evaluate_traces(model: ModelConfig, batches: list[Batch], params: dict[str, Any]
+                     ) -> dict[str, float]:
+  return {'heldout_loss': perplexity.nats_per_token(model, params, batches)}
+
+
+def demonstrate(context: Context, pool: SandboxPool, grader: Grader, split: str, count: int,
+                path: pathlib.Path) -> traces.TraceStats:
+  """Writes `count` episodes of the expert to `path`, continuing what an earlier call began.
+
+  Raises:
+    InfrastructureError: tasks stayed unsolved. The file is moved aside, so that the next call plays
+      them again instead of finding the same failure on disk.
+  """
+  recipe, spec = context.recipe, context.recipe.traces
+  with progress(count, path.stem) as bar:
+    tasks = admitted(recipe, split, count, recipe.seed, grader)
     done = 0
 
     def on_progress(rows: int) -> None:
@@ -187,11 +208,13 @@ def _demonstrate(context: Context, path: pathlib.Path) -> traces.TraceStats:
 
     stats = traces.write_traces(
       path, tasks, pool, grader, Renderer(context.corpus.tokenizer), seed=recipe.seed,
-      count=spec.count, concurrency=spec.concurrency, config=spec.expert, on_progress=on_progress)
+      count=count, concurrency=spec.concurrency, config=spec.expert, on_progress=on_progress)
   if stats.success < 1:
+    aside = path.with_name(path.name + '.unsolved')
+    path.replace(aside)
     raise InfrastructureError(
       f'the expert solved only {stats.success:.1%} of its tasks: the sandbox or the tasks are '
-      'broken')
+      f'broken; its episodes are now in {aside}, and the next start plays them again')
   return stats
 
 

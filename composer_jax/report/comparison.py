@@ -14,9 +14,11 @@ from composer_jax.report import curves, folder, page, svg, tables
 SWEEP_FILE = 'sweep.json'
 
 # Metrics that are worth an overlay, by full match.
-OVERLAYS = (r'loss', r'eval/(.*bits_per_byte.*)', r'(reward)_mean', r'(solved)_fraction',
-            r'(tokens)_per_episode', r'entropy')
+OVERLAYS = (r'loss', r'eval/(.*bits_per_byte.*)', r'eval/(heldout_loss)', r'(reward)_mean',
+            r'(solved)_fraction', r'(tokens)_per_episode', r'entropy')
 SMOOTHED = ('reward', 'solved', 'tokens')
+# Result of a stage -> column of the table.
+RESULTS = {'bits_per_byte': 'bits per byte', 'heldout_loss': 'held-out loss'}
 # Metric -> column of the table: its mean over the last rows, since a single one is mostly noise.
 # The loss of RL is no measure of anything, so only stages without a reward have that column.
 LAST_MEANS = {'reward_mean': 'reward', 'loss': 'loss'}
@@ -69,9 +71,9 @@ def build(workdir: str | os.PathLike) -> Path:
 
 
 def label(row: Row) -> str:
-  """Returns a short name of a trial: the last part of each key and the value."""
-  return ' '.join(f'{key.rpartition(".")[2]}={value}' for key, value in row.overrides.items()
-                  ) or 'base'
+  """Returns a short name of a trial: the last part of each key and the value, equal ones once."""
+  pairs = (f'{key.rpartition(".")[2]}={value}' for key, value in row.overrides.items())
+  return ' '.join(dict.fromkeys(pairs)) or 'base'
 
 
 def overlays(rows: list[Row]) -> list[curves.Chart]:
@@ -125,8 +127,9 @@ def _row(workdir: Path, trial: dict[str, Any]) -> Row:
   run = folder.read_run(path) if started else None
   numbers: dict[str, float] = {}
   for stage in run.stages if run else []:
-    if isinstance(stage.summary.get('bits_per_byte'), (int, float)):
-      numbers[f'{stage.name} bits per byte'] = stage.summary['bits_per_byte']
+    numbers |= {f'{stage.name} {column}': stage.summary[result]
+                for result, column in RESULTS.items()
+                if isinstance(stage.summary.get(result), (int, float))}
     found = next((metric for metric in LAST_MEANS if stage.series(metric)), None)
     if found:
       last = curves.running_mean(stage.series(found))[-1][1]

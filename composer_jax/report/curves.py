@@ -69,6 +69,8 @@ CHARTS = (
          'Long dashes: gzip -9, short dashes: xz -9, on the same files.'),
     Spec('Loss', r'(loss|cross_entropy|mtp_kl|z)',
          'Mean over the trained tokens since the row before.'),
+    Spec('Loss on held-out demonstrations', r'eval/(heldout_loss)',
+         'Nats per model token; prompts and tool results do not count.'),
     Spec('Entropy', r'(entropy)', 'Nats a sampled token.'),
     Spec('Trainer against sampler', r'(gap_(?:max|mean|p99))',
          '|log-prob of the trainer − log-prob of the sampler| of the same token.', log=True),

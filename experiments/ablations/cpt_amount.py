@@ -3,7 +3,8 @@
     composer-jax sweep --config=experiments/ablations/cpt_amount.py --workdir=runs/cpt_amount
 
 The first finding of the Composer 2 report (section 3.1, figure 2) at tiny size: three amounts of
-continued pretraining, evenly spaced in log, then the same SFT and the same RL for all.
+continued pretraining, evenly spaced in log, then the same SFT and the same RL for all. The loss is
+that of held-out demonstrations, the column `sft held-out loss` of the comparison page.
 """
 
 from collections.abc import Iterator

@@ -72,7 +72,7 @@ def sft(steps: int) -> dict:
   return {
     'steps': steps, 'seq_len': 256, 'batch_size': 4, 'context_weight': 0.1,
     'optimizer': {'lr': 3e-3, 'warmup_steps': 30, 'final_fraction': 0.1},
-    'eval_every': 0, 'checkpoint_every': 150}
+    'eval_every': steps // 2, 'checkpoint_every': 150}
 
 
 def rl(steps: int) -> dict:

@@ -29,10 +29,10 @@ def get_config() -> ConfigDict:
   config.long_context = training(steps=40, seq_len=256, batch_size=2, eval_every=20)
   config.long_context.mixture = {'functions': 0.7, 'stdlib': 0.3}
   config.long_context.rope_factor = 2.0
-  config.sft = training(steps=40, seq_len=256, batch_size=2, eval_every=0)
+  config.sft = training(steps=40, seq_len=256, batch_size=2, eval_every=20)
   for stage in (config.long_context, config.sft):  # equal programs: compiled once for both
     stage.loss = {'mtp_weight': 0.1}
-  config.traces = {'count': 24, 'concurrency': 4}
+  config.traces = {'count': 24, 'heldout': 6, 'concurrency': 4}
   config.tasks = {'level': 'l0'}
   config.sampler = {'slots': 8, 'max_len': 256, 'prefill_buckets': (32,), 'cache_views': ()}
   config.rl = {

@@ -108,6 +108,13 @@ def test_override_of_a_plain_config():
   assert not isinstance(changed['rl'], ml_collections.ConfigDict)
 
 
+def test_a_mapping_replaces_a_whole_section():
+  base = {'cpt': {'steps': 9, 'mixture': {'code': 0.6, 'functions': 0.4}}}
+  changed = config_file.override(base, {'cpt.mixture': {'code': 1.0}})
+  assert changed == {'cpt': {'steps': 9, 'mixture': {'code': 1.0}}}
+  assert base['cpt']['mixture'] == {'code': 0.6, 'functions': 0.4}
+
+
 def test_imports_from_a_folder_beside_its_own(tmp_path):
   (tmp_path / 'base_configs').mkdir()
   (tmp_path / 'base_configs' / 'small.py').write_text('SIZE = 3\n')

@@ -100,6 +100,14 @@ def test_mixture_shares_are_realised_row_by_row(corpus):
   assert len(add) and ours == total / 4
 
 
+def test_a_source_of_weight_zero_is_left_out(corpus):
+  it = loader.cpt_loader({'code': 2.0, 'functions': 0}, corpus.path, 4, S, 0)
+  alone = loader.cpt_loader({'code': 1.0}, corpus.path, 4, S, 0)
+  assert it.rows.keys() == {'code'}
+  for _ in range(5):
+    _same(next(it), next(alone))
+
+
 def test_a_mixture_that_does_not_fit_is_refused(corpus):
   for mix, message in (({'cod': 1}, r'mixture.cod: .*did you mean code'),
                        ({'code': -1.0}, 'is negative'), ({'code': 0.0}, 'no source has a positive'),
@@ -190,6 +198,25 @@ def test_first_and_last_model_token_of_a_hand_written_trace(tmp_path):
   assert batch.denominator == 5
 
 
+@pytest.mark.parametrize('seq_len', [64, 128])
+def test_trace_batches_hold_every_trace_once_with_its_own_mask(corpus, tmp_path, seq_len):
+  recorded = _write_traces(tmp_path / 'traces.jsonl', chat.Renderer(corpus.tokenizer))
+  batches = loader.trace_batches(tmp_path / 'traces.jsonl', 4, seq_len)
+  assert all(batch.tokens.shape == (4, seq_len) for batch in batches)
+  seen = []
+  for batch in batches:
+    for tokens, targets, weights, positions in _segments(batch):
+      key = tuple(tokens.tolist())
+      seen.append(key)
+      np.testing.assert_array_equal(positions, np.arange(len(tokens)))
+      assert targets.tolist() == [*key[1:], 0]
+      assert weights.tolist() == [*recorded[key][1:], 0]
+  assert sorted(seen) == sorted(recorded)
+  for a, b in zip(batches, loader.trace_batches(tmp_path / 'traces.jsonl', 4, seq_len),
+                  strict=True):
+    _same(a, b)
+
+
 def test_trace_loader_resumes_exactly(corpus, tmp_path):
   path = tmp_path / 'traces.jsonl'
   _write_traces(path, chat.Renderer(corpus.tokenizer))
@@ -208,6 +235,8 @@ def test_bad_traces_are_one_line(corpus, tmp_path):
   _write_traces(path, chat.Renderer(corpus.tokenizer))
   with pytest.raises(UserError, match='trace t.* tokens, seq_len is 24'):
     loader.trace_loader(path, 2, 24, 0)
+  with pytest.raises(UserError, match='trace t.* tokens, seq_len is 24'):
+    loader.trace_batches(path, 2, 24)
   longest = max(len(ids) for _, ids, _ in loader.read_traces(path))
   it = loader.trace_loader(path, 2, longest - 1, 0, long_traces='drop')
   assert it.dropped > 0

@@ -103,8 +103,8 @@ def test_losses_are_those_of_an_uninterrupted_run(smoke_run, killed_run):
 
 
 @pytest.mark.parametrize('file', [
-    'stages/sft/demonstrations.jsonl', 'data/tokenizer.json', 'data/stdlib/train.tokens.npy',
-    'data/functions/train.tokens.npy'])
+    'stages/sft/demonstrations.jsonl', 'stages/sft/heldout_demonstrations.jsonl',
+    'data/tokenizer.json', 'data/stdlib/train.tokens.npy', 'data/functions/train.tokens.npy'])
 def test_data_are_those_of_an_uninterrupted_run(smoke_run, killed_run, file):
   assert (smoke_run / file).read_bytes() == (killed_run / file).read_bytes()
 

@@ -3,9 +3,10 @@
 import json
 import re
 
+import numpy as np
 import pytest
 
-from composer_jax import metrics
+from composer_jax import api, metrics
 from composer_jax.recipe.schema import STAGES
 
 TRAINED = ('cpt', 'long_context', 'sft', 'rl')
@@ -61,6 +62,32 @@ def test_bits_per_byte_falls_at_every_evaluation(smoke_run, stage, source):
   values = [row[name] for row in rows if name in row]
   assert len(values) == 3
   assert all(after < before for before, after in zip(values, values[1:], strict=False))
+
+
+def test_heldout_loss_is_that_of_demonstrations_one_by_one(smoke_run, results):
+  """Each trace in a row of its own, its log-softmax in float64."""
+  text = (smoke_run / 'stages' / 'sft' / 'heldout_demonstrations.jsonl').read_text()
+  traces = [json.loads(line) for line in text.splitlines()]
+  assert len(traces) == 6 and all('-heldout-' in trace['task_id'] for trace in traces)
+  tokens, trainable, valid = (np.zeros((6, 256), int) for _ in range(3))
+  for row, trace in enumerate(traces):
+    ids = [token for segment in trace['segments'] for token in segment]
+    flags = [flag for segment, flag in zip(trace['segments'], trace['trainable'], strict=True)
+             for _ in segment]
+    tokens[row, :len(ids)], trainable[row, :len(ids)], valid[row, :len(ids)] = ids, flags, 1
+  model = api.load(smoke_run, stage='sft')
+  logits = np.float64(model.forward(model.params, tokens, segment_ids=valid).logits)
+  logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  costs = -np.take_along_axis(logprobs[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+  want = (costs * trainable[:, 1:]).sum() / trainable[:, 1:].sum()
+  assert results['stages']['sft']['heldout_loss'] == pytest.approx(want, rel=1e-5)
+
+
+def test_heldout_loss_falls_and_its_last_value_is_the_result(smoke_run, results):
+  rows = metrics.read(smoke_run / 'stages' / 'sft' / 'metrics.jsonl')
+  values = {row['step']: row['eval/heldout_loss'] for row in rows if 'eval/heldout_loss' in row}
+  assert list(values) == [0, 20, 40]
+  assert values[0] > values[20] > values[40] == results['stages']['sft']['heldout_loss']
 
 
 @pytest.mark.parametrize('stage', ['eval_sft', 'eval_rl'])

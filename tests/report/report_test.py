@@ -82,6 +82,7 @@ def test_shows_every_part(built):
   _, text, page = built
   titles = ' '.join(page.texts)
   for part in ('Held-out bits per byte', 'gzip stdlib', 'xz functions', 'Loss', 'Entropy',
+               'Loss on held-out demonstrations', 'heldout_loss 0.437',
                'Trainer against sampler', 'gap_p99', 'Staleness', 'KL to the reference', 'Length',
                'reward_mean, mean of 8', 'moe/strange_metric', 'off_by_one',
                '0.690 – 0.770', '0.900 (K = 8)', 'abc123def456', '10 min 40 s', '3.20 GB'):
@@ -283,9 +284,16 @@ def test_comparison_page(tmp_path):
   for part in ('rl.q', '<1>', 'trial1', 'failed', 'boom </pre><b>', 'planned', 'rl: reward',
                'cpt: loss', 'cpt: bits_per_byte/stdlib', '0.690 – 0.770',
                'pass@1 of each trial', 'cpt bits per byte', 'sft loss, mean of 8',
-               'rl reward, mean of 8'):
+               'rl reward, mean of 8', 'sft held-out loss', '0.437', 'sft: heldout_loss'):
     assert part in shown, part
   assert 'rl loss' not in shown
+
+
+def test_a_trial_is_named_by_what_it_changes():
+  def label(overrides):
+    return comparison.label(comparison.Row('t', overrides, 'planned', None, None, [], {}))
+  assert label({'rl.q': 2.0, 'cpt.seed': 1, 'sft.seed': 1}) == 'q=2.0 seed=1'
+  assert label({}) == 'base'
 
 
 def test_comparison_needs_a_sweep(tmp_path):

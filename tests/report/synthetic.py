@@ -60,11 +60,13 @@ def _pretraining(folder: Path, rng, steps: int = 300, start: float = 6.2) -> Non
 
 
 def _sft(folder: Path, rng, hostile: str) -> None:
-  _lines(folder / 'metrics.jsonl', [
-      {'step': step, 'loss': 0.4 + 1.5 * math.exp(-step / 40) + rng.gauss(0, 0.03)}
-      for step in range(10, 400, 10)])
+  rows = [{'step': step, 'loss': 0.4 + 1.5 * math.exp(-step / 40) + rng.gauss(0, 0.03)}
+          for step in range(10, 400, 10)]
+  rows += [{'step': step, 'eval/heldout_loss': loss}
+           for step, loss in ((0, 2.6), (200, 0.5), (400, 0.437))]
+  _lines(folder / 'metrics.jsonl', sorted(rows, key=lambda row: row['step']))
   _lines(folder / 'traces.jsonl', [_trace(rng, 'sft', 0, i, hostile) for i in range(30)])
-  _json(folder / 'summary.json', {'wall_s': 130.0, 'loss': 0.41})
+  _json(folder / 'summary.json', {'wall_s': 130.0, 'loss': 0.41, 'heldout_loss': 0.437})
 
 
 def _rl(folder: Path, rng, hostile: str) -> None:
