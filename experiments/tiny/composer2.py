@@ -22,7 +22,7 @@ def get_config() -> ConfigDict:
   config.long_context = pretraining(steps=80, seq_len=256, batch_size=4, lr=8e-4)
   config.long_context.rope_factor = 2.0
   config.long_context.loss = {'mtp_weight': 0.1}  # MTP joins midway, as in the report
-  config.sft = sft(steps=380)
+  config.sft = sft(steps=320)
   config.traces = {'count': 2_000, 'concurrency': 8, 'expert': {'idle_edit_rate': 0.3}}
   # what the expert needs when its first edit is wrong: read, edit, test, two edits, test, finish
   config.tasks = {'level': 'l0', 'l0': {'limits': {'max_calls': 7}}}
@@ -80,4 +80,4 @@ def rl(steps: int) -> dict:
   return {
     'steps': steps, 'groups_per_step': 12, 'group_size': 8, 'max_staleness': 1,
     'optimizer': {'lr': 5e-4, 'warmup_steps': 5, 'final_fraction': 0.2},
-    'checkpoint_every': 20}
+    'kl_coefficient': 0.01, 'row_len': 352, 'rows_per_micro_batch': 5, 'checkpoint_every': 20}
