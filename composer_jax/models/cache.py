@@ -45,16 +45,23 @@ def init_cache(config: config_lib.ModelConfig, slots: int, max_len: int) -> Cach
                jnp.zeros((slots,), jnp.int32))
 
 
-def places(cache: Cache, valid: Bool[Array, 'N P']) -> Int[Array, 'N P']:
-  """Returns the cache entry each new token goes to; only meaningful where `valid`."""
-  return cache.length[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
+def pieces(cache: Cache | Sequence[Cache] | None) -> tuple[Cache, ...]:
+  """Returns the pieces of a cache, () for None."""
+  if cache is None:
+    return ()
+  return (cache,) if isinstance(cache, Cache) else tuple(cache)
+
+
+def places(length: Int[Array, 'N'], valid: Bool[Array, 'N P']) -> Int[Array, 'N P']:
+  """Returns the place of each new token behind `length` others; only meaningful where `valid`."""
+  return length[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
 
 
 def append(cache: Cache, new: Sequence[Float[Array, 'N P C+R']], valid: Bool[Array, 'N P']
            ) -> Cache:
   """Returns the cache with the valid new tokens at the end of their slots."""
   max_len = cache.latent[0].shape[1]
-  entry = jnp.where(valid, places(cache, valid), max_len)
+  entry = jnp.where(valid, places(cache.length, valid), max_len)
   slot = jnp.arange(valid.shape[0])[:, None]
   latent = tuple(old.at[slot, entry].set(fresh, mode='drop')
                  for old, fresh in zip(cache.latent, new, strict=True))

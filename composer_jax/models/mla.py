@@ -7,6 +7,9 @@ query and the output instead ("absorbed"), and attention runs in the latent spac
 same function.
 """
 
+import functools
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
@@ -68,8 +71,8 @@ class Attention(nnx.Module):
     return self._project(out)
 
   def absorbed(self, x: Float[Array, 'B S D'], cos: Float[Array, 'B S R2'],
-               sin: Float[Array, 'B S R2'], cached: Float[Array, 'B M C+R'],
-               cached_mask: Bool[Array, 'B M'], mask: Bool[Array, 'B S S']
+               sin: Float[Array, 'B S R2'], mask: Bool[Array, 'B S S'],
+               cached: Sequence[tuple[Float[Array, 'B M C+R'], Bool[Array, 'B M']]]
                ) -> tuple[Float[Array, 'B S D'], Float[Array, 'B S C+R']]:
     """Attention over cached latents and over the new tokens themselves.
 
@@ -77,9 +80,8 @@ class Attention(nnx.Module):
       x: normalised residual stream of the new tokens.
       cos: cosine table of their positions.
       sin: sine table.
-      cached: latents of earlier tokens.
-      cached_mask: which cache entries hold a token.
       mask: which new tokens see which.
+      cached: pieces of the cache: latents of earlier tokens, and which entries hold one.
 
     Returns:
       The attention output and the new tokens' latents, for the cache.
@@ -90,17 +92,19 @@ class Attention(nnx.Module):
     key_up, value_up = jnp.split(self.kv_b[...], [c.qk_nope_head_dim], axis=-1)
     query = jnp.concatenate([jnp.einsum('bshn,chn->bshc', nope, key_up), rotary], axis=-1)
     # Heads and new tokens share one row axis, and the whole cache entry (rotary part included) is
-    # averaged and cut afterwards: both keep XLA:CPU from copying the cache.
+    # averaged and cut afterwards: both keep XLA:CPU from copying the cache. So does weighing the
+    # pieces one by one under a common maximum.
     batch, length, heads, width = query.shape
     query = query.reshape(batch, length * heads, width)
-    past = jnp.where(cached_mask[:, None], jnp.einsum('bqc,bmc->bqm', query, cached),
-                     attend.MASKED)
-    own = jnp.where(jnp.repeat(mask, heads, axis=1), jnp.einsum('bqc,btc->bqt', query, new),
-                    attend.MASKED)
-    top = jnp.maximum(past.max(-1, keepdims=True), own.max(-1, keepdims=True))
-    past, own = jnp.exp(past - top), jnp.exp(own - top)
-    total = past.sum(-1, keepdims=True) + own.sum(-1, keepdims=True)
-    out = (jnp.einsum('bqm,bmc->bqc', past, cached) + jnp.einsum('bqt,btc->bqc', own, new)) / total
+    pieces = [(entries, held[:, None]) for entries, held in cached]
+    pieces.append((new, jnp.repeat(mask, heads, axis=1)))
+    logits = [jnp.where(seen, jnp.einsum('bqc,bmc->bqm', query, entries), attend.MASKED)
+              for entries, seen in pieces]
+    top = functools.reduce(jnp.maximum, [piece.max(-1, keepdims=True) for piece in logits])
+    weights = [jnp.exp(piece - top) for piece in logits]
+    total = sum(piece.sum(-1, keepdims=True) for piece in weights)
+    out = sum(jnp.einsum('bqm,bmc->bqc', piece, entries)
+              for piece, (entries, _) in zip(weights, pieces, strict=True)) / total
     out = out.reshape(batch, length, heads, width)[..., :c.kv_lora_rank]
     return self._project(jnp.einsum('bshc,chv->bshv', out, value_up)), new
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,7 +27,8 @@ class ForwardOut:
     hidden: residual stream after the final norm; `head(hidden)` gives logits.
     router: what the routers did.
     logits: next-token logits, None when `output="hidden"`.
-    cache: the cache with the new tokens, None without one.
+    cache: the cache (of several pieces, the last) with the new tokens, None without one.
+    latents: the new tokens' cache entries of each layer, for a caller that stores them itself.
     mtp_hidden: normalised output of the MTP layer at t, about token t + 2; None when not asked for.
     mtp_logits: its logits through the shared head, None as `logits`.
     mtp_mask: where the MTP layer has an input, i.e. t + 1 is in the same document as t.
@@ -36,6 +38,7 @@ class ForwardOut:
   router: router_lib.RouterOut
   logits: Float[Array, 'B S V'] | None = None
   cache: cache_lib.Cache | None = None
+  latents: tuple[Float[Array, 'B S C+R'], ...] | None = None
   mtp_hidden: Float[Array, 'B S D'] | None = None
   mtp_logits: Float[Array, 'B S V'] | None = None
   mtp_mask: Bool[Array, 'B S'] | None = None
@@ -44,13 +47,13 @@ class ForwardOut:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Context:
-  """What every layer of one forward pass shares; `cached_mask` is None without a cache."""
+  """What every layer of one forward pass shares; `held` is None without a cache."""
 
   cos: jax.Array
   sin: jax.Array
   mask: jax.Array
   valid: jax.Array
-  cached_mask: jax.Array | None = None
+  held: tuple[jax.Array, ...] | None = None
 
 
 class Block(nnx.Module):
@@ -72,11 +75,11 @@ class Block(nnx.Module):
     """Returns the new residual stream, the new latents (None without a cache) and the Choice."""
     eps = self.config.rms_norm_eps
     normed, new = layers.rms_norm(x, self.attention_norm[...], eps), None
-    if context.cached_mask is None:
+    if context.held is None:
       x = x + self.attention.expanded(normed, context.cos, context.sin, context.mask)
     else:
-      out, new = self.attention.absorbed(normed, context.cos, context.sin, cached,
-                                         context.cached_mask, context.mask)
+      out, new = self.attention.absorbed(normed, context.cos, context.sin, context.mask,
+                                         list(zip(cached, context.held, strict=True)))
       x = x + out
     normed = layers.rms_norm(x, self.ffn_norm[...], eps)
     if not self.routed:
@@ -176,7 +179,8 @@ def head(config: config_lib.ModelConfig, params: Params, hidden: Float[Array, '.
 
 def forward(config: config_lib.ModelConfig, params: Params, tokens: Int[Array, 'B S'], *,
             positions: Int[Array, 'B S'] | None = None,
-            segment_ids: Int[Array, 'B S'] | None = None, cache: cache_lib.Cache | None = None,
+            segment_ids: Int[Array, 'B S'] | None = None,
+            cache: cache_lib.Cache | Sequence[cache_lib.Cache] | None = None,
             routing: router_lib.Routing | None = None, output: str = 'logits', mtp: bool = False
             ) -> ForwardOut:
   """Runs the model, for training and, with a cache, for generation.
@@ -191,7 +195,8 @@ def forward(config: config_lib.ModelConfig, params: Params, tokens: Int[Array, '
       not see each other. With a cache a row is one document, and padding is neither written nor
       counted in the slot's length.
     cache: slots to append to; row n belongs to slot n. Prefill (S > 1) and decoding (S = 1) are the
-      same code.
+      same code. Several caches are pieces of the same sequences, each going on where the one before
+      ends; only the last is appended to.
     routing: expert choices to replay.
     output: "logits", or "hidden" to leave the head to the caller.
     mtp: also run the MTP layer (not with a cache).
@@ -202,15 +207,17 @@ def forward(config: config_lib.ModelConfig, params: Params, tokens: Int[Array, '
   Raises:
     ValueError: arguments that exclude each other or do not fit the config.
   """
-  _check(config, tokens, cache, routing, output, mtp)
+  caches = cache_lib.pieces(cache)
+  _check(config, tokens, caches, routing, output, mtp)
   segment_ids = jnp.ones_like(tokens) if segment_ids is None else segment_ids
   valid = segment_ids != 0
   if positions is None:
-    positions = (jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if cache is None
-                 else jnp.maximum(cache_lib.places(cache, valid), 0))
-  context = _context(config, positions, segment_ids, cache)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    if caches:
+      positions = jnp.maximum(cache_lib.places(sum(c.length for c in caches), valid), 0)
+  context = _context(config, positions, segment_ids, caches)
   x = jnp.take(params['embed'], tokens, axis=0, mode='clip')
-  x, new, choices = _run_stacks(config, params, x, context, cache, routing)
+  x, new, choices = _run_stacks(config, params, x, context, caches, routing)
   hidden = layers.rms_norm(x, params['norm'], config.rms_norm_eps)
   counts, mtp_hidden, mtp_mask = choices['counts'], None, None
   if mtp:
@@ -226,20 +233,21 @@ def forward(config: config_lib.ModelConfig, params: Params, tokens: Int[Array, '
   return ForwardOut(
       hidden=hidden, router=router,
       logits=head(config, params, hidden) if with_head else None,
-      cache=None if cache is None else cache_lib.append(cache, new, valid),
+      cache=cache_lib.append(caches[-1], new, valid) if caches else None, latents=new,
       mtp_hidden=mtp_hidden, mtp_mask=mtp_mask,
       mtp_logits=head(config, params, mtp_hidden) if with_head and mtp else None)
 
 
-def _check(config, tokens, cache, routing, output, mtp) -> None:
+def _check(config, tokens, caches, routing, output, mtp) -> None:
   if output not in ('logits', 'hidden'):
     raise ValueError(f'output must be "logits" or "hidden", got {output!r}')
   if mtp and not config.num_nextn_predict_layers:
     raise ValueError('mtp asked for, but the config has num_nextn_predict_layers 0')
-  if mtp and cache is not None:
+  if mtp and caches:
     raise ValueError('the MTP layer does not run with a cache')
-  if cache is not None and cache.length.shape[0] != tokens.shape[0]:
-    raise ValueError(f'{tokens.shape[0]} rows for a cache of {cache.length.shape[0]} slots')
+  for cache in caches:
+    if cache.length.shape[0] != tokens.shape[0]:
+      raise ValueError(f'{tokens.shape[0]} rows for a cache of {cache.length.shape[0]} slots')
   if routing is None:
     return
   wanted = (config.num_moe_layers, *tokens.shape, config.num_experts_per_tok)
@@ -251,20 +259,18 @@ def _check(config, tokens, cache, routing, output, mtp) -> None:
                      f'{config.n_routed_experts} experts')
 
 
-def _context(config, positions, segment_ids, cache) -> _Context:
+def _context(config, positions, segment_ids, caches) -> _Context:
   cos, sin = rope.tables(config, positions)
   order = jnp.arange(segment_ids.shape[1])
   mask = (order[:, None] >= order) & (segment_ids[:, :, None] == segment_ids[:, None, :])
-  cached_mask = None
-  if cache is not None:
-    cached_mask = jnp.arange(cache.latent[0].shape[1]) < cache.length[:, None]
-  return _Context(cos, sin, mask, segment_ids != 0, cached_mask)
+  held = tuple(jnp.arange(c.latent[0].shape[1]) < c.length[:, None] for c in caches)
+  return _Context(cos, sin, mask, segment_ids != 0, held or None)
 
 
-def _run_stacks(config, params, x, context, cache, routing):
+def _run_stacks(config, params, x, context, caches, routing):
   """Runs the dense, then the MoE layers; returns the stream, new latents and stacked choices."""
   rows, k = x.shape[0] * x.shape[1], config.num_experts_per_tok
-  cached, news = iter(cache.latent if cache is not None else ()), []
+  cached, news = zip(*(c.latent for c in caches), strict=True), []  # a layer's pieces at a time
   choices = {'indices': jnp.zeros((0, *x.shape[:2], k), jnp.int32),
              'counts': jnp.zeros((0, config.n_routed_experts), jnp.int32),
              'replaced': jnp.zeros((0,), jnp.int32)}
@@ -285,7 +291,7 @@ def _run_stacks(config, params, x, context, cache, routing):
           'replaced': choice.replaced}
       return x, (new, kept)
 
-    if cache is None:
+    if not caches:
       if config.remat == 'full':
         body = jax.checkpoint(body)
       x, (_, kept) = jax.lax.scan(body, x, xs, unroll=min(config.scan_unroll, count))
@@ -298,7 +304,7 @@ def _run_stacks(config, params, x, context, cache, routing):
         each.append(kept)
       kept = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
     choices = choices if kept is None else kept
-  return x, news if cache is not None else None, choices
+  return x, tuple(news) if caches else None, choices
 
 
 def _run_mtp(config, params, hidden, tokens, segment_ids, context):

@@ -128,18 +128,21 @@ class Engine:
   def _run_decode(self, params: Any, requests: Sequence[SlotRequest]) -> tuple[np.ndarray, ...]:
     """Samples for the requested slots; row i of the results belongs to request i."""
     count = next(rows for rows in self._rows if rows >= len(requests))
+    asked = np.asarray([request.slot for request in requests], np.int32)
+    whole = count == self.slots  # then row i is slot i, and no row has to be gathered
+    rows = asked if whole else np.arange(len(requests))
     # Unused rows read some slot, sample nothing, and are written past the end, i.e. nowhere.
-    slots = np.arange(self.slots, self.slots + count, dtype=np.int32)
+    slots = np.arange(count) if whole else np.arange(self.slots, self.slots + count, dtype=np.int32)
+    slots[rows] = asked
     limits = np.zeros(count, np.int32)
-    for row, request in enumerate(requests):
-      slots[row] = request.slot
-      limits[row] = min(request.limit, self.config.decode_chunk)
+    limits[rows] = [min(request.limit, self.config.decode_chunk) for request in requests]
     read = np.minimum(slots, self.slots - 1)
-    ends = self._length[slots[:len(requests)]] + limits[:len(requests)]
+    view = self._view(self._length[asked] + limits[rows])
     self._latent, out = self._decode(
-        params, self._latent, slots, self._length[read], self._current[read], self._keys[read],
-        limits, self.temperature or 1.0, view=self._view(ends))
-    return jax.device_get(out)
+        params, self._latent, None if whole else slots, self._length[read], self._current[read],
+        self._keys[read], limits, self.temperature or 1.0, view=view)
+    return tuple(part[..., rows, :] if part.ndim == 4 else part[..., rows]
+                 for part in jax.device_get(out))
 
   def _view(self, ends: Int[np.ndarray, 'n']) -> int:
     """Returns the shortest view that holds sequences with these ends."""
@@ -196,7 +199,8 @@ def prefill_chunk(
 ) -> tuple[Latent, UInt16[Array, 'L R P K']]:
   """Appends tokens to R of the cache's rows.
 
-  The rows are gathered into a small batch and scattered back: most ticks feed few of the slots.
+  The rows are gathered into a small batch, and only the new entries are written back: most ticks
+  feed few of the slots.
 
   Args:
     model_config: the model.
@@ -216,14 +220,15 @@ def prefill_chunk(
   out = transformer.forward(
       model_config, params, tokens, segment_ids=valid.astype(jnp.int32),
       cache=cache_lib.Cache(rows, lengths), output='hidden')
-  return scatter(latent, slots, out.cache.latent), out.router.indices.astype(jnp.uint16)
+  return (scatter(latent, slots, lengths, counts, out.latents),
+          out.router.indices.astype(jnp.uint16))
 
 
 def decode_chunk(
     model_config: ModelConfig,
     params: Any,
     latent: Latent,
-    slots: Int[Array, 'R'],
+    slots: Int[Array, 'R'] | None,
     lengths: Int[Array, 'R'],
     current: Int[Array, 'R'],
     keys: UInt32[Array, 'R 2'],
@@ -239,11 +244,15 @@ def decode_chunk(
     Bool[Array, 'R']]]:
   """Samples up to `limits` tokens per row, until each has ended, for at most `steps` steps.
 
+  The loop reads the old entries and carries only the few that it adds: what a loop carries, XLA:CPU
+  copies at every step.
+
   Args:
     model_config: the model.
     params: its parameters.
     latent: cache entries of all slots; they hold each sequence but its current token.
-    slots: cache row of each row, distinct; an index past the last slot marks an unused row.
+    slots: cache row of each row, distinct; an index past the last slot marks an unused row. None:
+      row i is slot i, for all slots.
     lengths: tokens that each row's slot holds.
     current: the last token of each sequence.
     keys: random stream of each row.
@@ -263,42 +272,55 @@ def decode_chunk(
   outputs = (jnp.zeros((steps, rows), jnp.int32), jnp.zeros((steps, rows), jnp.float32),
              jnp.zeros((steps, layers, rows, model_config.num_experts_per_tok), jnp.uint16))
 
+  seen = cache_lib.Cache(gather(latent, slots, view), lengths)
+
   def wants_more(state):
-    step, _, _, active, _, _, _ = state
+    step, _, _, active, _, _ = state
     return (step < steps) & jnp.any(active)
 
   def body(state):
-    step, cache, current, active, counts, ended, outputs = state
+    step, added, current, active, ended, outputs = state
     out = transformer.forward(
         model_config, params, current[:, None], segment_ids=active[:, None].astype(jnp.int32),
-        cache=cache)
+        cache=(seen, added))
     # Idle slots may be longer than the view, where the cache would cut their lengths.
-    positions = lengths + counts + 1
+    positions = lengths + added.length + 1
     drawn, logprobs = sampling.sample(out.logits[:, 0], keys, positions, temperature, greedy)
     current = jnp.where(active, drawn, current)
-    counts = counts + active
     ended = ended | (active & (drawn == end_id))
     new = (drawn, logprobs, out.router.indices[:, :, 0].astype(jnp.uint16))
     outputs = jax.tree.map(lambda o, x: o.at[step].set(x), outputs, new)
-    active = active & ~ended & (counts < limits)
-    return step + 1, out.cache, current, active, counts, ended, outputs
+    active = active & ~ended & (out.cache.length < limits)
+    return step + 1, out.cache, current, active, ended, outputs
 
-  zeros = jnp.zeros(rows, jnp.int32)
-  seen = cache_lib.Cache(gather(latent, slots, view), lengths)
-  state = (0, seen, current, limits > 0, zeros, zeros > 0, outputs)
-  _, seen, _, _, counts, ended, outputs = jax.lax.while_loop(wants_more, body, state)
-  return scatter(latent, slots, seen.latent), (*outputs, counts, ended)
-
-
-def gather(latent: Latent, slots: Int[Array, 'R'], view: int) -> Latent:
-  """Returns the first `view` entries of some slots; an index past the end reads the last slot."""
-  return tuple(jnp.take(layer[:, :view], slots, axis=0, mode='clip') for layer in latent)
+  empty = cache_lib.init_cache(model_config, rows, steps)
+  state = (0, empty, current, limits > 0, jnp.zeros(rows, bool), outputs)
+  _, added, _, _, ended, outputs = jax.lax.while_loop(wants_more, body, state)
+  return (scatter(latent, slots, lengths, added.length, added.latent),
+          (*outputs, added.length, ended))
 
 
-def scatter(latent: Latent, slots: Int[Array, 'R'], rows: Latent) -> Latent:
-  """Returns the cache with rows written back where `gather` took them; past the end is nowhere."""
-  return tuple(layer.at[slots, :new.shape[1]].set(new, mode='drop', unique_indices=True)
-               for layer, new in zip(latent, rows, strict=True))
+def gather(latent: Latent, slots: Int[Array, 'R'] | None, view: int) -> Latent:
+  """Returns the first `view` entries of some slots (None: of all).
+
+  An index past the end reads the last slot.
+  """
+  if slots is None:
+    return tuple(layer[:, :view] for layer in latent)
+  return tuple(jnp.take(layer, slots, axis=0, mode='clip')[:, :view] for layer in latent)
+
+
+def scatter(latent: Latent, slots: Int[Array, 'R'] | None, lengths: Int[Array, 'R'],
+            counts: Int[Array, 'R'], new: Sequence[Float[Array, 'R P C']]) -> Latent:
+  """Returns the cache with the first `counts` new entries of each row behind `lengths` others.
+
+  Rows whose slot is past the end are written nowhere.
+  """
+  place = jnp.arange(new[0].shape[1])
+  entries = jnp.where(place < counts[:, None], lengths[:, None] + place, latent[0].shape[1])
+  slots = (jnp.arange(len(lengths)) if slots is None else slots)[:, None]
+  return tuple(layer.at[slots, entries].set(fresh, mode='drop')
+               for layer, fresh in zip(latent, new, strict=True))
 
 
 # Compiled functions outlive an engine: a second one with the same shapes costs no compilation.

@@ -81,14 +81,31 @@ def test_absorbed_equals_expanded(params):
 
   @jax.jit
   def run(layer, x):
-    context = transformer._context(CONFIG, positions, jnp.ones((3, 14), jnp.int32), None)
+    context = transformer._context(CONFIG, positions, jnp.ones((3, 14), jnp.int32), ())
     attention = layers.bind(mla.Attention, CONFIG, layer)
     expanded = attention.expanded(x, context.cos, context.sin, context.mask)
     empty = jnp.zeros((3, 4, CONFIG.latent_dim)), jnp.zeros((3, 4), bool)
-    return expanded, attention.absorbed(x, context.cos, context.sin, *empty, context.mask)[0]
+    return expanded, attention.absorbed(x, context.cos, context.sin, context.mask, [empty])[0]
 
   expanded, absorbed = run(layer, x)
   np.testing.assert_allclose(absorbed, expanded, atol=1e-6)
+
+
+def test_a_cache_in_two_pieces(params):
+  """The first piece stays, the second takes the new tokens; slots are of different length."""
+  step, whole = _step(CONFIG), models.init_cache(CONFIG, 3, 20)
+  segments = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]], np.int32)
+  first = step(params, TOKENS[:, :4], segments, whole).cache
+  one, tail = np.ones((3, 1), np.int32), models.init_cache(CONFIG, 3, 5)
+  for i in range(4, 8):
+    out = step(params, TOKENS[:, i:i + 1], one, (first, tail))
+    want = step(params, TOKENS[:, i:i + 1], one, whole if i > 4 else first)
+    tail, whole = out.cache, want.cache
+    np.testing.assert_allclose(out.logits, want.logits, atol=1e-5)
+    for latents, piece in zip(out.latents, tail.latent, strict=True):
+      np.testing.assert_array_equal(latents[:, 0], piece[:, i - 4])
+  np.testing.assert_array_equal(tail.length, [4, 4, 4])
+  np.testing.assert_array_equal(whole.length, [8, 6, 4])
 
 
 def test_refused_arguments(params):
