@@ -46,8 +46,8 @@ class EngineConfig:
       `slots` always being the last; a step costs as much for an idle row as for an active one.
     decode_chunk: most tokens a slot samples in one tick.  Short chunks serve finished tool calls
       and new weights sooner, long ones spend less on the host.
-    cache_views: prefill and decode attend over the shortest of these lengths that holds every
-      slot they serve, `max_len` always being the last; each view is compiled on its own.
+    cache_views: prefill and decode attend over the shortest of these lengths that holds what the
+      slots they serve held before, `max_len` always being the last; each is compiled on its own.
     temperature: of the sampling; 0 is greedy and refused for training.
     seed: with the session's id it determines the session's random stream.
   """
@@ -137,16 +137,15 @@ class Engine:
     limits = np.zeros(count, np.int32)
     limits[rows] = [min(request.limit, self.config.decode_chunk) for request in requests]
     read = np.minimum(slots, self.slots - 1)
-    view = self._view(self._length[asked] + limits[rows])
     self._latent, out = self._decode(
         params, self._latent, None if whole else slots, self._length[read], self._current[read],
-        self._keys[read], limits, self.temperature or 1.0, view=view)
+        self._keys[read], limits, self.temperature or 1.0, view=self._view(self._length[asked]))
     return tuple(part[..., rows, :] if part.ndim == 4 else part[..., rows]
                  for part in jax.device_get(out))
 
-  def _view(self, ends: Int[np.ndarray, 'n']) -> int:
-    """Returns the shortest view that holds sequences with these ends."""
-    return next(view for view in self._views if view >= ends.max())
+  def _view(self, lengths: Int[np.ndarray, 'n']) -> int:
+    """Returns the shortest view that holds this many entries."""
+    return next(view for view in self._views if view >= lengths.max())
 
   def _start(self, request: SlotRequest) -> list[PrefillItem]:
     """Updates the slot's host state for the forced tokens and returns what to prefill."""
@@ -170,11 +169,12 @@ class Engine:
     """Runs the chunks, same width together, in order per slot; returns routing by slot."""
     pending, fed = [], {}
     for order, width in sorted({(item.order, item.width) for item in items}):
-      group = [item for item in items if (item.order, item.width) == (order, width)]
+      group = sorted((item for item in items if (item.order, item.width) == (order, width)),
+                     key=lambda item: item.start)  # the longest slot decides a chunk's view
       rows = self.config.prefill_tokens // width
       for first in range(0, len(group), rows):
         part = group[first:first + rows]
-        view = self._view(np.asarray([item.start + len(item.tokens) for item in part]))
+        view = self._view(np.asarray([item.start for item in part]))
         self._latent, routing = self._prefill(
             params, self._latent, *_pad(part, rows, width, self.slots), view=view)
         pending.append((part, routing))
@@ -210,7 +210,7 @@ def prefill_chunk(
     counts: valid tokens per row.
     slots: cache row of each row, distinct; an index past the last slot marks an unused row.
     lengths: tokens that each row's slot holds.
-    view: attend over the first `view` cache entries; all rows must stay within.
+    view: attend over the first `view` cache entries; no row may hold more.
 
   Returns:
     The cache entries, and the chosen experts of every token (garbage at padding).
@@ -220,8 +220,10 @@ def prefill_chunk(
   out = transformer.forward(
       model_config, params, tokens, segment_ids=valid.astype(jnp.int32),
       cache=cache_lib.Cache(rows, lengths), output='hidden')
-  return (scatter(latent, slots, lengths, counts, out.latents),
-          out.router.indices.astype(jnp.uint16))
+  # All reading comes before all writing: otherwise XLA copies the cache of every slot.
+  latent, new, experts = jax.lax.optimization_barrier(
+      (latent, out.latents, out.router.indices.astype(jnp.uint16)))
+  return scatter(latent, slots, lengths, counts, new), experts
 
 
 def decode_chunk(
@@ -261,7 +263,7 @@ def decode_chunk(
     end_id: token that ends a turn.
     steps: size S of the outputs.
     greedy: take the arg-max.
-    view: attend over the first `view` cache entries; all active sequences must stay within.
+    view: attend over the first `view` cache entries; no active row may hold more.
 
   Returns:
     The cache entries, and (tokens, log-probs, experts of the fed token, number of sampled tokens,
@@ -283,7 +285,6 @@ def decode_chunk(
     out = transformer.forward(
         model_config, params, current[:, None], segment_ids=active[:, None].astype(jnp.int32),
         cache=(seen, added))
-    # Idle slots may be longer than the view, where the cache would cut their lengths.
     positions = lengths + added.length + 1
     drawn, logprobs = sampling.sample(out.logits[:, 0], keys, positions, temperature, greedy)
     current = jnp.where(active, drawn, current)
