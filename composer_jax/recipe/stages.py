@@ -24,7 +24,8 @@ from composer_jax.evals import perplexity
 from composer_jax.evals import runner as eval_runner
 from composer_jax.models.config import ModelConfig
 from composer_jax.progress import progress
-from composer_jax.recipe.schema import FUNCTIONS, Recipe
+from composer_jax.recipe.schema import FUNCTIONS, Recipe, resolve
+from composer_jax.recipe.workdir import read_json
 from composer_jax.rl import trainer as rl_trainer
 from composer_jax.rl.environment import EpisodeEnvironment
 from composer_jax.rollout.engine import Engine
@@ -69,6 +70,18 @@ class Context:
   def params(self, stage: str) -> dict[str, Any]:
     """The final parameters of a finished stage."""
     return manager.load_params(self.folder(stage) / 'params')[0]
+
+
+def open_run(folder: pathlib.Path) -> Context:
+  """Returns what is known of a run that has begun.
+
+  Raises:
+    UserError: the folder holds no run.
+  """
+  path = folder / 'config.json'
+  if not path.exists():
+    raise UserError(f'{folder}: holds no run')
+  return Context(resolve(read_json(path)['config']), folder)
 
 
 def data(context: Context) -> dict[str, Any]:
