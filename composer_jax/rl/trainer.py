@@ -255,7 +255,8 @@ class _Stage:
     for i, sample, scores in zip(picked, samples, layout.lift(placed), strict=True):
       reference = prepared.reference_logprobs
       trace_log.append(
-          version + 1, sample, prepared.parts[sample.logical_id], float(prepared.advantages[i]),
+          version + 1, sample, prepared.parts[sample.logical_id],
+          advantage=float(prepared.advantages[i]),
           trainer_logprobs=scores[replay.predicted(sample.rollout.sampled)],
           reference_logprobs=None if reference is None else reference[i])
 
