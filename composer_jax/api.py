@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from composer_jax import models
-from composer_jax.data import corpus
 from composer_jax.data.tokenizer import Tokenizer
 from composer_jax.errors import UserError
 from composer_jax.models.config import ModelConfig
-from composer_jax.recipe import runner, schema, stages, workdir
+from composer_jax.recipe import runner, stages
 
 _NEWEST_FIRST = ('rl', 'sft', 'long_context', 'cpt')
 _DTYPES = ('float32', 'bfloat16', 'float16')
@@ -56,10 +55,7 @@ def load(folder: str | pathlib.Path, dtype: str = 'float32', stage: str | None =
     UserError: no run, no such stage, or an unknown dtype.
   """
   folder = pathlib.Path(folder)
-  if not (folder / 'config.json').exists():
-    raise UserError(f'{folder}: holds no run')
-  recipe = schema.resolve(workdir.read_json(folder / 'config.json')['config'])
-  context = stages.Context(recipe, folder)
+  context = stages.open_run(folder)
   found = [s for s in _NEWEST_FIRST if (context.folder(s) / 'params').exists()]
   if stage is not None and stage not in found:
     raise UserError(f'{folder}: stage {stage} has no parameters '
@@ -71,7 +67,7 @@ def load(folder: str | pathlib.Path, dtype: str = 'float32', stage: str | None =
     raise UserError(f'dtype {dtype!r}: can be {", ".join(_DTYPES)}')
   trainable, frozen = models.partition(context.params(stage or found[0]))
   trainable = jax.tree.map(lambda x: jnp.asarray(x, dtype), trainable)
-  return Model(config, models.combine(trainable, frozen), corpus.Corpus(folder / 'data').tokenizer,
+  return Model(config, models.combine(trainable, frozen), context.corpus.tokenizer,
                _forward(config))
 
 

@@ -10,18 +10,18 @@ from typing import Any
 
 from absl import flags
 
-from composer_jax.cli import arguments, golden
-from composer_jax.errors import InfrastructureError, NumericsError
+from composer_jax.cli import arguments
+from composer_jax.errors import InfrastructureError, NumericsError, UserError
 from composer_jax.recipe.versions import installed
 
 HELP = """
 usage: composer-jax doctor [--model=tiny|kimi_k2_5] [--workdir=DIR]
 
 Prints versions, devices, sandbox support and free disk; with --model, the parameter table of that
-shape (nothing is allocated); with --workdir, computes the log-probs of a fixed text with the run's
-parameters along the training path and along the sampling path, and compares them with each other
-and with what the run folder keeps from the first such check. Exit code 3 without sandbox support, 4
-when log-probs differ.
+shape (nothing is allocated); with --workdir, computes the log-probs of fixed prompts with the run's
+first parameters along the training path and along the sampling path, and compares them with each
+other and with those in DIR/golden.json. Exit code 3 without sandbox support, 4 when log-probs
+differ.
 """
 
 _DISTRIBUTIONS = ('composer-jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain',
@@ -49,14 +49,14 @@ def main(args: arguments.Arguments) -> None:
   if args.flags.model:
     facts['parameters'] = parameters(args.flags.model)
     _print_parameters(args.flags.model, facts['parameters'])
-  check = golden.check(workdir) if workdir else None
-  if check:
-    facts['golden'] = dataclasses.asdict(check) | {'ok': check.ok}
-    _print_section('golden', facts['golden'])
+  if workdir:
+    facts['log-probs'] = logprobs(workdir)
+    _print_section('log-probs', facts['log-probs'])
   args.write_json(facts)
-  if check and not check.ok:
-    raise NumericsError(f'log-probs differ: training against sampling path {check.paths_gap:.1e}, '
-                        f'against the kept ones {check.golden_gap or 0.0:.1e} nats')
+  if workdir and not facts['log-probs']['ok']:
+    raise NumericsError(f'log-probs differ: training against sampling path '
+                        f'{facts["log-probs"]["paths_gap"]:.1e} nats; '
+                        f'{facts["log-probs"]["golden"]}')
   if not facts['sandbox']['ok']:
     raise InfrastructureError(f'no sandbox support: {facts["sandbox"]["reason"]}; '
                               f'{facts["sandbox"]["how_to_install"]}')
@@ -99,6 +99,26 @@ def sandbox() -> dict[str, Any]:
   """Returns whether sandboxes work here, and what to do if not."""
   from composer_jax.envs.sandbox import check_support
   return dataclasses.asdict(check_support())
+
+
+def logprobs(workdir: Path) -> dict[str, Any]:
+  """Compares the log-probs of the golden prompts along both paths and with the kept ones.
+
+  Returns:
+    `paths_gap` and `golden_gap` in nats, `golden` (the latter in words), and `ok`.
+
+  Raises:
+    UserError: the folder holds no run, or none of its stages has finished.
+  """
+  from composer_jax.recipe import golden, stages
+  context = stages.open_run(workdir)
+  golden.keep(context)
+  comparison = golden.compare(context)
+  if comparison is None:
+    raise UserError(f'{workdir}: no stage has finished')
+  paths_gap = golden.paths_gap(context, comparison.stage)
+  return {'paths_gap': paths_gap, 'golden_gap': comparison.gap, 'golden': comparison.text,
+          'ok': comparison.ok and paths_gap < golden.PATHS_TOLERANCE}
 
 
 def parameters(preset: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from absl import flags
 from composer_jax.cli.arguments import Arguments, help_text
 from composer_jax.config import nearest
 from composer_jax.errors import ComposerError, InfrastructureError, UserError
+from composer_jax.stopping import Stopped, sigterm_unwinds
 
 # A verb is a module of this package with HELP (first line: what it does), define_flags(flag_values)
 # and main(arguments).
@@ -50,19 +52,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv: arguments without the program's name; `sys.argv[1:]` by default.
 
   Returns:
-    The exit code: 0 done, 2 user error, 3 the machine is at fault, 4 numerics, 130 interrupted.
-    Any other exception is a fault of ours and keeps its traceback.
+    The exit code: 0 done, 2 user error, 3 the machine is at fault, 4 numerics, 130 interrupted, 143
+    terminated. Any other exception is a fault of ours and keeps its traceback.
   """
   argv = list(sys.argv[1:] if argv is None else argv)
   try:
-    return _dispatch(argv)
+    with sigterm_unwinds():
+      return _dispatch(argv)
   except ComposerError as error:
     return _fail(str(error), error.exit_code)
   except flags.Error as error:
     return _fail(str(error), UserError.exit_code)
   except KeyboardInterrupt:
-    print('composer-jax: interrupted; the same command continues', file=sys.stderr)
-    return 130
+    return _stopped(Stopped(signal.SIGINT))
+  except Stopped as stop:
+    return _stopped(stop)
   except OSError as error:
     if error.errno not in _DISK_FULL:
       raise
@@ -93,6 +97,12 @@ def _dispatch(argv: list[str]) -> int:
     return 0
   module.main(Arguments.parse(verb, rest, flag_values))
   return 0
+
+
+def _stopped(stop: Stopped) -> int:
+  print(f'composer-jax: stopped by {stop.signal.name}; the same command continues',
+        file=sys.stderr, flush=True)
+  return stop.code
 
 
 def _fail(message: str, exit_code: int) -> int:

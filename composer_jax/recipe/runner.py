@@ -7,11 +7,8 @@ from typing import Any
 from composer_jax import report
 from composer_jax.envs.sandbox import support
 from composer_jax.errors import UserError
-from composer_jax.recipe import schema, stages, workdir
+from composer_jax.recipe import golden, schema, stages, versions, workdir
 from composer_jax.recipe.monitor import Monitor
-from composer_jax.recipe.versions import installed
-
-_VERSIONED = ('composer-jax', 'jax', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'tokenizers')
 
 
 def run(config: Mapping[str, Any], folder: str | pathlib.Path, *,
@@ -37,16 +34,21 @@ def run(config: Mapping[str, Any], folder: str | pathlib.Path, *,
   prints = stages.fingerprints(recipe)
   if dry_run:
     return {stage: _state(folder / 'stages' / stage, prints[stage]) for stage in chosen}
-  workdir.claim(folder, recipe, versions())
+  workdir.claim(folder, recipe, versions.of_run())
   with workdir.exclusive(folder), Monitor(folder / 'usage.json') as monitor:
     if recipe.compilation_cache:
       _keep_compiled_programs(folder / '.xla')
     context = stages.Context(recipe, folder)
-    if any(stage in stages.SANDBOXED and workdir.finished(context.folder(stage), prints[stage])
-           is None for stage in chosen):
+    unfinished = [stage for stage in chosen
+                  if workdir.finished(context.folder(stage), prints[stage]) is None]
+    if any(stage in stages.SANDBOXED for stage in unfinished):
       support.require()  # now, and not after the stages before it
+    if unfinished:
+      golden.require(context)
     for stage in chosen:
-      _run_stage(context, stage, prints[stage])
+      if stage in unfinished:
+        _run_stage(context, stage, prints[stage])
+        golden.keep(context)
       results = write_results(context, monitor)
     report.build(folder)
   return results
@@ -83,7 +85,7 @@ def adopt_stages(config: Mapping[str, Any], folder: pathlib.Path,
   """
   recipe = schema.resolve(config)
   prints = stages.fingerprints(recipe)
-  workdir.claim(folder, recipe, versions())
+  workdir.claim(folder, recipe, versions.of_run())
   adopted = []
   for stage in _choose(recipe, None):
     target = folder / 'stages' / stage
@@ -101,11 +103,6 @@ def adopt_stages(config: Mapping[str, Any], folder: pathlib.Path,
       adopted.append(stage)
       break
   return adopted
-
-
-def versions() -> dict[str, str]:
-  """Returns the versions of Python and of the packages that shape a run."""
-  return installed(_VERSIONED)
 
 
 def write_results(context: stages.Context, monitor: Monitor) -> dict[str, Any]:
@@ -142,8 +139,6 @@ def _state(folder: pathlib.Path, fingerprint: str) -> str:
 
 def _run_stage(context: stages.Context, stage: str, fingerprint: str) -> None:
   folder = context.folder(stage)
-  if workdir.finished(folder, fingerprint) is not None:
-    return
   with Monitor(folder / 'clock.json') as monitor:
     summary = stages.RUN[stage](context)
   workdir.write_json(folder / 'summary.json',

@@ -25,9 +25,12 @@ from composer_jax.evals import perplexity
 from composer_jax.evals import runner as eval_runner
 from composer_jax.models.config import ModelConfig
 from composer_jax.progress import progress
-from composer_jax.recipe.schema import FUNCTIONS, Recipe
+from composer_jax.recipe import eval_traces
+from composer_jax.recipe.schema import FUNCTIONS, Recipe, resolve
+from composer_jax.recipe.workdir import read_json
 from composer_jax.rl import trainer as rl_trainer
 from composer_jax.rl.environment import EpisodeEnvironment
+from composer_jax.rl.traces import TraceLog
 from composer_jax.rollout.engine import Engine
 from composer_jax.train import supervised
 from composer_jax.train.config import StageConfig, extend_context
@@ -70,6 +73,18 @@ class Context:
   def params(self, stage: str) -> dict[str, Any]:
     """The final parameters of a finished stage."""
     return manager.load_params(self.folder(stage) / 'params')[0]
+
+
+def open_run(folder: pathlib.Path) -> Context:
+  """Returns what is known of a run that has begun.
+
+  Raises:
+    UserError: the folder holds no run.
+  """
+  path = folder / 'config.json'
+  if not path.exists():
+    raise UserError(f'{folder}: holds no run')
+  return Context(resolve(read_json(path)['config']), folder)
 
 
 def data(context: Context) -> dict[str, Any]:
@@ -268,16 +283,19 @@ def admitted(recipe: Recipe, split: str, count: int, seed: int, grader: Grader
 
 def evaluate(context: Context, stage: str) -> dict[str, Any]:
   """Evaluates the final parameters of a stage on held-out tasks."""
-  recipe = context.recipe
+  recipe, name = context.recipe, f'eval_{stage}'
   spec, tokenizer = recipe.eval, context.corpus.tokenizer
-  model = context.model(stage)
-  with sandboxes(recipe, recipe.sampler.slots) as (pool, grader):
+  shown = context.folder(name) / 'traces.jsonl'
+  with (sandboxes(recipe, recipe.sampler.slots) as (pool, grader),
+        TraceLog(shown, resume_step=0, decode=tokenizer.decode) as log):
     tasks = admitted(recipe, 'heldout', spec.tasks, spec.seed, grader)
     result = eval_runner.evaluate(
-      model, context.params(stage), tokenizer, tasks, samples_per_task=spec.samples_per_task,
-      engine_config=recipe.sampler, pool=pool, grader=grader, seed=spec.seed,
-      bootstrap_samples=spec.bootstrap_samples, folder=context.folder(f'eval_{stage}'),
-      description=f'eval_{stage}')
+      context.model(stage), context.params(stage), tokenizer, tasks,
+      samples_per_task=spec.samples_per_task, engine_config=recipe.sampler, pool=pool,
+      grader=grader, seed=spec.seed, bootstrap_samples=spec.bootstrap_samples,
+      folder=context.folder(name), description=name,
+      on_trace=eval_traces.writer(log, name, tasks))
+  eval_traces.thin(shown)
   return result.summary
 
 

@@ -4,6 +4,14 @@ import importlib.metadata
 import platform
 from collections.abc import Iterable
 
+_SHAPING = ('composer-jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain',
+            'tokenizers')
+
+
+def of_run() -> dict[str, str]:
+  """Returns the versions of Python and of the packages that shape a run."""
+  return installed(_SHAPING)
+
 
 def installed(distributions: Iterable[str]) -> dict[str, str]:
   """Returns the version of Python and of each distribution, or `not installed`."""

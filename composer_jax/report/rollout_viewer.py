@@ -4,7 +4,7 @@
 SFT trains on is read by `demonstrations`):
 
   {"id": str,              unique within the run
-   "stage": str, "step": int (policy version or optimizer step at which it was finished),
+   "stage": str, "step": int (the optimizer step that trains on it, 0 in an evaluation),
    "task_id": str, "group_id": str,
    "instruction": str,     what the agent was told
    "files": {path: text},  the workspace it started from
@@ -17,7 +17,8 @@ SFT trains on is read by `demonstrations`):
       "result": str,       the tool's answer, "" when there was none
       "error": str | null, class of a failed call
       "tokens": [{"t": str,          text of one token, the model's and the tool's in order
-                  "m": 0 | 1,        loss mask: 1 where the token is trained on
+                  "m": 0 | 1,        loss mask: 1 where the token is trained on; in an evaluation,
+                                     where the policy sampled it
                   "lp": float | null,   log-prob that the sampler gave
                   "tlp": float | null,  log-prob that the trainer gave
                   "v": int}]}]}         policy version that sampled it, -1 where none did

@@ -181,15 +181,21 @@ class GroupBuffer:
     with self._changed:
       return self._try_take()
 
-  def take(self) -> list[Group]:
-    """Waits for `try_take` to have an answer and returns it; raises what it raises."""
-    while True:
+  def take(self, stop: Callable[[], bool] = lambda: False) -> list[Group]:
+    """Waits for `try_take` to have an answer and returns it; raises what it raises.
+
+    Args:
+      stop: asked several times a second; once it says so, an empty list comes back and everything
+        stays in the buffer.
+    """
+    while not stop():
       self.expire()
       with self._changed:
         groups = self._try_take()
         if groups is not None:
           return groups
-        self._changed.wait(timeout=0.2)  # wakes up by itself for the deadline of groups
+        self._changed.wait(timeout=0.2)  # wakes up by itself for deadlines and for `stop`
+    return []
 
   def advance(self, version: int) -> None:
     """Says that the policy is now `version`: opens new places and drops what became too old."""

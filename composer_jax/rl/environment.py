@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from composer_jax.envs.harness import ChatRenderer, Episode, GraderLike
 from composer_jax.envs.sandbox import SandboxPool
-from composer_jax.envs.types import Task
+from composer_jax.envs.types import Task, Trace
 from composer_jax.rl.samples import Outcome
 
 
@@ -38,12 +38,16 @@ class EpisodeEnvironment:
 
   def outcome(self, session: Episode) -> Outcome:
     """Returns the verdict of an episode that is over; its sandbox is already back in the pool."""
-    trace = session.trace()
-    turns = [{'call': turn.text, 'result': turn.result.text if turn.result else '',
-              'error': turn.result.error_class if turn.result else None} for turn in trace.turns]
-    edits = sum(t.call is not None and t.call.name == 'edit_file' for t in trace.turns)
-    return Outcome(
-        task_id=trace.task_id, correct=trace.reward, stop_reason=str(trace.stop_reason),
-        label=str(session.task.meta.get('mutation', '')), counts={**trace.parts, 'edits': edits},
-        trace={'instruction': trace.instruction, 'files': dict(session.task.files),
-               'turns': turns, 'error': trace.error})
+    return outcome_of(session.trace(), session.task)
+
+
+def outcome_of(trace: Trace, task: Task) -> Outcome:
+  """Returns the verdict of a trace, with the record of its turns that the report's viewer shows."""
+  turns = [{'call': turn.text, 'result': turn.result.text if turn.result else '',
+            'error': turn.result.error_class if turn.result else None} for turn in trace.turns]
+  edits = sum(t.call is not None and t.call.name == 'edit_file' for t in trace.turns)
+  return Outcome(
+      task_id=trace.task_id, correct=trace.reward, stop_reason=str(trace.stop_reason),
+      label=str(task.meta.get('mutation', '')), counts={**trace.parts, 'edits': edits},
+      trace={'instruction': trace.instruction, 'files': dict(task.files), 'turns': turns,
+             'error': trace.error})

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ class TraceLog:
   A row is what `report.rollout_viewer` shows: `id`, `step`, `task_id`, `group_id`, `instruction`,
   `files`, `reward` with its `reward_parts`, `stop_reason`, and `turns`, each with `call`, `result`,
   `error` and `tokens`: per token `t` text, `m` loss mask, `lp` sampler and `tlp` trainer log-prob,
-  `rlp` that of the reference policy, `v` version. Also `label`, `segment` and `advantage`.
+  `rlp` that of the reference policy, `v` version. Also `label`, `segment` and `advantage`. What
+  nobody has computed is left out.
   """
 
   def __init__(self, path: Path, *, resume_step: int,
@@ -38,35 +39,35 @@ class TraceLog:
       for line in path.read_text(encoding='utf-8').splitlines(keepends=True):
         if line.endswith('\n') and json.loads(line)['step'] <= resume_step:
           kept.append(line)
-    part = path.with_name(path.name + '.part')
-    part.write_text(''.join(kept), encoding='utf-8')
-    os.replace(part, path)
+    rewrite(path, kept)
     self._file = path.open('ab', buffering=0)
     self._decode = decode or (lambda ids: ' '.join(map(str, ids)))
 
-  def append(self, step: int, sample: Sample, parts: Mapping[str, float], advantage: float, *,
-             trainer_logprobs: np.ndarray, reference_logprobs: np.ndarray | None) -> None:
+  def append(self, step: int, sample: Sample, parts: Mapping[str, float], *,
+             advantage: float | None = None, trainer_logprobs: np.ndarray | None = None,
+             reference_logprobs: np.ndarray | None = None) -> None:
     """Writes one row.
 
     Args:
-      step: the step that trains on the sample.
+      step: the step that trains on the sample; 0 where none does.
       sample: the row.
       parts: named reward parts.
       advantage: of the row.
       trainer_logprobs: of the sampled tokens in order, before the update.
-      reference_logprobs: likewise, of the reference policy, if it was asked.
+      reference_logprobs: likewise, of the reference policy.
     """
     rollout, outcome = sample.rollout, sample.outcome
     row: dict[str, Any] = {
         'id': sample.logical_id, 'step': step, 'task_id': outcome.task_id,
         'group_id': sample.group_id, 'segment': sample.segment, 'label': outcome.label,
         'stop_reason': outcome.stop_reason, 'correct': outcome.correct,
-        'reward': sum(parts.values()), 'reward_parts': dict(parts), 'advantage': advantage,
-        **outcome.trace}
-    columns = {'lp': _spread(rollout.sampled, rollout.logprobs[rollout.sampled]),
-               'tlp': _spread(rollout.sampled, trainer_logprobs)}
-    if reference_logprobs is not None:
-      columns['rlp'] = _spread(rollout.sampled, reference_logprobs)
+        'reward': sum(parts.values()), 'reward_parts': dict(parts), **outcome.trace}
+    if advantage is not None:
+      row['advantage'] = advantage
+    logprobs = {'lp': rollout.logprobs[rollout.sampled], 'tlp': trainer_logprobs,
+                'rlp': reference_logprobs}
+    columns = {name: _spread(rollout.sampled, values) for name, values in logprobs.items()
+               if values is not None}
     tokens = [{'t': self._decode([token]), 'm': int(mask), 'v': version,
                **{name: column[i] for name, column in columns.items()}}
               for i, (token, mask, version) in enumerate(zip(
@@ -84,6 +85,13 @@ class TraceLog:
 
   def __exit__(self, *unused: Any) -> None:
     self._file.close()
+
+
+def rewrite(path: Path, lines: Iterable[str]) -> None:
+  """Replaces a file of rows in one step."""
+  part = path.with_name(path.name + '.part')
+  part.write_text(''.join(lines), encoding='utf-8')
+  os.replace(part, path)
 
 
 def _turns(sampled: np.ndarray) -> list[tuple[int, int]]:

@@ -23,6 +23,7 @@ from composer_jax.rl.orchestrator import Environment, RolloutWorker
 from composer_jax.rl.samples import Group, Sample
 from composer_jax.rl.weight_sync import WeightSync
 from composer_jax.rollout.ticks import TickEngine
+from composer_jax.stopping import stop_requests
 from composer_jax.train import state as state_lib
 from composer_jax.train.optimizer import make_optimizer
 from composer_jax.train.step import make_train_step
@@ -84,6 +85,7 @@ def run_stage(
     UserError: config, engine and tasks do not fit together.
     InfrastructureError: rollouts keep ending without a verdict, or the disk is full.
     NumericsError: several updates in a row had no finite gradient.
+    Stopped: SIGTERM or SIGINT came; the step was finished and saved with the groups that are ready.
   """
   _check(config, engine, environment)
   folder = Path(folder)
@@ -94,24 +96,25 @@ def run_stage(
     worker = RolloutWorker(engine, environment, stage.buffer, stage.weights)
     with (MetricsLog(folder / 'metrics.jsonl', resume_step=done or -1) as log,
           traces.TraceLog(folder / 'traces.jsonl', resume_step=done, decode=decode) as trace_log,
-          progress(config.steps, 'rl', initial=done) as bar):
+          progress(config.steps, 'rl', initial=done) as bar, stop_requests() as stop):
       try:
         if done < config.steps:
           worker.start()
         while stage.buffer.version < config.steps:
-          row = stage.step(worker, trace_log)
+          row = stage.step(worker, trace_log, stop)
           if row is None:
-            break  # every task is used up
+            break
           step = stage.buffer.version
           log.append(step, **row)
           bar.update(1, **{name: row[name] for name in _SHOWN if name in row})
-          if step % config.checkpoint_every == 0 or step == config.steps:
+          if step % config.checkpoint_every == 0 and step < config.steps:
             stage.save(manager)
           if on_step is not None:
             on_step(step, row)
-        stage.save(manager)
+        stage.save(manager)  # before the worker stops, which gives up the groups in flight
       finally:
         worker.stop()
+      manager.wait()  # a save that fails is worse news than a signal
   return stage.result()
 
 
@@ -131,6 +134,7 @@ class _Stage:
     self._step_fn = make_train_step(objective.make_rl_loss(model_config, config.objective), tx,
                                     bias_rate=config.selection_bias_rate)
     self._score = jax.jit(functools.partial(_score, model_config, config.objective))
+    self._checkpoint = 0  # number of the newest one
     self._clock = time.monotonic()
     self._sampled = 0.0
 
@@ -138,18 +142,27 @@ class _Stage:
     """Reads the newest checkpoint, if there is one, and publishes its policy."""
     restored = manager.restore_latest(self.state)
     if restored is not None:
-      self.state = restored.state
+      self.state, self._checkpoint = restored.state, restored.step
       self.buffer.restore(restored.loader_state)
     self.weights.publish(self.buffer.version, self.state.full_params())
 
   def save(self, manager: CheckpointManager) -> None:
-    """Saves parameters, optimizer, cursor and ready groups as one unit."""
-    manager.save(self.buffer.version, self.state, loader_state=self.buffer.snapshot())
+    """Saves parameters, optimizer, cursor and ready groups as one unit.
 
-  def step(self, worker: RolloutWorker, trace_log: traces.TraceLog) -> dict[str, float] | None:
-    """Does one step and returns its metrics, or None when there is nothing left to train on."""
+    Checkpoints are counted, not named after the step: the same step is saved again when more groups
+    have become ready since.
+    """
+    self._checkpoint += 1
+    manager.save(self._checkpoint, self.state, loader_state=self.buffer.snapshot())
+
+  def step(self, worker: RolloutWorker, trace_log: traces.TraceLog, stop: Callable[[], bool]
+           ) -> dict[str, float] | None:
+    """Does one step and returns its metrics.
+
+    Returns None when there is nothing left to train on, or when `stop` says so while it waits.
+    """
     started = time.monotonic()
-    groups = self.buffer.take()
+    groups = self.buffer.take(stop)
     waited = time.monotonic() - started
     if not groups:
       return None
@@ -242,7 +255,8 @@ class _Stage:
     for i, sample, scores in zip(picked, samples, layout.lift(placed), strict=True):
       reference = prepared.reference_logprobs
       trace_log.append(
-          version + 1, sample, prepared.parts[sample.logical_id], float(prepared.advantages[i]),
+          version + 1, sample, prepared.parts[sample.logical_id],
+          advantage=float(prepared.advantages[i]),
           trainer_logprobs=scores[replay.predicted(sample.rollout.sampled)],
           reference_logprobs=None if reference is None else reference[i])
 

@@ -2,10 +2,8 @@
 
 import contextlib
 import dataclasses
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +16,7 @@ from composer_jax.checkpoint.manager import CheckpointManager
 from composer_jax.errors import NumericsError, UserError
 from composer_jax.metrics import MetricsLog
 from composer_jax.progress import progress
+from composer_jax.stopping import stop_requests
 from composer_jax.train.config import StageConfig
 from composer_jax.train.optimizer import make_schedule
 from composer_jax.train.state import TrainState
@@ -66,8 +65,7 @@ def run_loop(stage: StageConfig, folder: str | Path, *, state: TrainState, step_
   """Trains for `stage.steps` batches, continuing what the folder holds.
 
   Checkpoints (parameters, optimizer, selection biases, data cursor, metrics cursor, evaluations
-  done) are written while training goes on; the last one is complete when this returns. SIGTERM and
-  SIGINT finish the step, save, and end the process with status 128 + signal.
+  done) are written while training goes on; the last one is complete when this returns.
 
   Args:
     stage: the settings.
@@ -85,6 +83,7 @@ def run_loop(stage: StageConfig, folder: str | Path, *, state: TrainState, step_
     NumericsError: `stage.max_bad_steps` updates in a row had no finite gradient.
     InfrastructureError: the disk is full; the newest complete checkpoint stays.
     UserError: the loader ran dry.
+    Stopped: SIGTERM or SIGINT came; the step was finished and saved.
   """
   folder = Path(folder)
   with contextlib.ExitStack() as stack:
@@ -100,7 +99,7 @@ def run_loop(stage: StageConfig, folder: str | Path, *, state: TrainState, step_
           MetricsLog(folder / 'metrics.jsonl', resume_step=cursor.step if restored else -1))
     bar = stack.enter_context(progress(stage.steps, description, initial=cursor.step))
     run = _Run(stage, step_fn, loader, evaluate, manager, metrics, bar, cursor, state)
-    run.until_done(stack.enter_context(_stop_requests()))
+    run.until_done(stack.enter_context(stop_requests()))
     return run.state, {'steps': cursor.step, 'tokens': cursor.tokens, 'wall_s': cursor.wall_s,
                        'loss': cursor.loss, 'eval': cursor.results}
 
@@ -121,21 +120,19 @@ class _Run:
     self.started = time.monotonic() - cursor.wall_s
     self.window_started = time.monotonic()
 
-  def until_done(self, stop: Callable[[], int | None]) -> None:
-    """Trains to the end of the stage, or until `stop` names a signal."""
+  def until_done(self, stop: Callable[[], bool]) -> None:
+    """Trains to the end of the stage, or until `stop` says so."""
     self._evaluate_if_due()
-    while self.cursor.step < self.stage.steps:
+    stopping = False
+    while self.cursor.step < self.stage.steps and not stopping:
       self._train_one()
-      step, last, asked = self.cursor.step, self.cursor.step == self.stage.steps, stop()
-      saves = step % self.stage.checkpoint_every == 0 or last or asked is not None
+      step, stopping = self.cursor.step, stop()
+      saves = step % self.stage.checkpoint_every == 0 or step == self.stage.steps or stopping
       if step % self.stage.log_every == 0 or saves:
         self._log()  # also before a checkpoint: what is saved has been found healthy
       self._evaluate_if_due()
       if saves:
         self._save()
-      if asked is not None and not last:
-        self.manager.wait()
-        raise SystemExit(128 + asked)
     self.manager.wait()
 
   def _train_one(self) -> None:
@@ -213,30 +210,3 @@ def summarize(rows: list[dict[str, np.ndarray]]) -> dict[str, float]:
     combine = np.max if name.endswith('_max') else np.mean
     out[name] = float(combine([np.float64(row[name]) for row in fine]))
   return out
-
-
-@contextlib.contextmanager
-def _stop_requests() -> Iterator[Callable[[], int | None]]:
-  """Yields a function that returns the signal that asked to stop, None while there is none.
-
-  A second signal has its ordinary effect. Outside the main thread, where Python allows no handlers,
-  nobody can ask.
-  """
-  asked: list[int] = []
-  if threading.current_thread() is not threading.main_thread():
-    yield lambda: None
-    return
-  before = {}
-
-  def handler(number: int, unused_frame: Any) -> None:
-    asked.append(number)
-    for known, old in before.items():
-      signal.signal(known, old)
-
-  for number in (signal.SIGTERM, signal.SIGINT):
-    before[number] = signal.signal(number, handler)
-  try:
-    yield lambda: asked[0] if asked else None
-  finally:
-    for number, old in before.items():
-      signal.signal(number, old)

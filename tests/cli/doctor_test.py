@@ -1,10 +1,9 @@
-import types
-
 import numpy as np
 import pytest
 
-from composer_jax import api
-from composer_jax.cli import doctor, golden
+from composer_jax.cli import doctor, main
+from composer_jax.errors import UserError
+from composer_jax.recipe import golden, stages
 
 
 def test_parameter_table_of_kimi():
@@ -30,40 +29,21 @@ def test_facts():
   assert any('cpu' in device or ':' in device for device in doctor.devices())
 
 
-@pytest.fixture
-def model(monkeypatch):
-  """A bigram table instead of a model; the sampling path is off by a settable amount."""
-  table = np.random.default_rng(0).normal(size=(256, 256))
-  settings = types.SimpleNamespace(off=0.0)
-
-  def forward(params, tokens):
-    return types.SimpleNamespace(logits=params[np.asarray(tokens)])
-  loaded = types.SimpleNamespace(
-      params=table, forward=forward,
-      tokenizer=types.SimpleNamespace(encode=lambda text: list(text.encode())))
-  monkeypatch.setattr(api, 'load', lambda folder, dtype: loaded)
-  monkeypatch.setattr(golden, '_cached',
-                      lambda model, tokens: golden._full(model, tokens) + settings.off)
-  settings.table = table
-  return settings
+@pytest.mark.parametrize(('kept', 'paths', 'code'), [(0.0, 0.0, 0), (0.1, 0.0, 4), (0.0, 3e-4, 4)])
+def test_either_gap_is_a_numerics_error(monkeypatch, capsys, tmp_path, kept, paths, code):
+  comparison = golden.Comparison('cpt', kept, {}, {})
+  monkeypatch.setattr(stages, 'open_run', lambda folder: None)
+  monkeypatch.setattr(golden, 'keep', lambda context: None)
+  monkeypatch.setattr(golden, 'compare', lambda context: comparison)
+  monkeypatch.setattr(golden, 'paths_gap', lambda context, stage: paths)
+  monkeypatch.setattr(doctor, 'sandbox', lambda: {'ok': True})
+  assert main.main(['doctor', f'--workdir={tmp_path}']) == code
+  assert ('log-probs differ' in capsys.readouterr().err) == bool(code)
 
 
-def test_golden_is_kept_and_compared(model, tmp_path):
-  first = golden.check(tmp_path)
-  assert first.ok and first.golden_gap is None and first.tokens == len(golden.TEXT)
-  assert golden.check(tmp_path).golden_gap == 0.0
-  model.table[:, ord('v')] += 0.5
-  changed = golden.check(tmp_path)
-  assert changed.golden_gap > 0.1 and not changed.ok
-
-
-def test_paths_that_differ_are_not_ok(model, tmp_path):
-  model.off = 3e-4
-  check = golden.check(tmp_path)
-  assert check.paths_gap == pytest.approx(3e-4) and not check.ok
-
-
-def test_log_probs_are_normalised(model):
-  logits = np.array([[1.0, 2.0, 3.0], [1000.0, 0.0, -1000.0]])
-  expected = [2.0 - np.log(np.exp([1.0, 2.0, 3.0]).sum()), -1000.0]
-  np.testing.assert_allclose(golden._pick(logits, np.array([1, 1])), expected)
+def test_a_run_without_parameters_has_no_log_probs(monkeypatch, tmp_path):
+  with pytest.raises(UserError, match='holds no run'):
+    doctor.logprobs(tmp_path)
+  monkeypatch.setattr(stages, 'open_run', lambda folder: stages.Context(None, folder))
+  with pytest.raises(UserError, match='no stage has finished'):
+    doctor.logprobs(tmp_path)

@@ -1,6 +1,8 @@
 """Command lines as a user types them; each error is one line and has its exit code."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -94,6 +96,23 @@ def test_exit_codes(run, monkeypatch, error, code):
   monkeypatch.setattr(cli, '_dispatch', fail)
   got, _, err = run('run')
   assert got == code and err.count('\n') == 1
+
+
+def test_sigterm_closes_what_is_open_and_ends_with_one_line(run, monkeypatch):
+  closed = []
+
+  def work(argv):
+    try:
+      os.kill(os.getpid(), signal.SIGTERM)
+      signal.pause()
+    finally:
+      closed.append(True)
+  monkeypatch.setattr(cli, '_dispatch', work)
+  before = signal.getsignal(signal.SIGTERM)
+  code, _, err = run('run')
+  assert closed and code == 143
+  assert err == 'composer-jax: stopped by SIGTERM; the same command continues\n'
+  assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_unexpected_errors_keep_their_traceback(monkeypatch):

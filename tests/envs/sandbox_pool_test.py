@@ -123,6 +123,12 @@ def test_sandboxes_outlive_the_thread_that_made_them():
     assert made[0].call({'op': 'list'})['ok']
 
 
+def test_ctrl_c_in_the_terminal_does_not_reach_them():
+  """The terminal signals the foreground process group."""
+  with SandboxPool(1) as pool:
+    assert os.getpgid(pool.acquire().pid) != os.getpgid(0)
+
+
 def test_pool_reuses_replaces_and_is_bounded():
   with SandboxPool(2) as pool:
     first, second = pool.acquire(), pool.acquire()

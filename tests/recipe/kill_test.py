@@ -116,6 +116,16 @@ def test_every_attempt_is_there_once(killed_run, stage):
   assert len({(row['task_id'], row['sample']) for row in rows}) == len(rows) == 24
 
 
+@pytest.mark.parametrize('stage', ['eval_sft', 'eval_rl'])
+def test_the_same_attempts_are_shown(smoke_run, killed_run, stage):
+  def shown(run):
+    lines = (run / 'stages' / stage / 'traces.jsonl').read_text().splitlines()
+    return [json.loads(line)['id'] for line in lines]
+  assert len(set(shown(killed_run))) == len(shown(killed_run)) > 0
+  if stage == 'eval_sft':  # RL is not repeated bit for bit
+    assert shown(killed_run) == shown(smoke_run)
+
+
 def test_the_run_is_complete(killed_run):
   results = json.loads((killed_run / 'results.json').read_text())
   assert results['eval'].keys() == {'sft', 'rl'}

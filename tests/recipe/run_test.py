@@ -113,6 +113,18 @@ def test_rl_trained_and_wrote_rollouts(smoke_run):
   assert traces and all(trace['turns'] for trace in traces)
 
 
+@pytest.mark.parametrize('stage', ['eval_sft', 'eval_rl'])
+def test_evaluations_leave_rollouts_for_the_viewer(smoke_run, stage):
+  rows = [json.loads(line) for line in
+          (smoke_run / 'stages' / stage / 'traces.jsonl').read_text().splitlines()]
+  assert {row['task_id'] for row in rows} and len(rows) <= 2 * 3
+  verdicts = [(row['task_id'], row['correct']) for row in rows]
+  assert len(set(verdicts)) == len(verdicts)
+  for token in (t for row in rows for turn in row['turns'] for t in turn['tokens']):
+    assert (token['lp'] is not None) == (token['m'] == 1) and 'tlp' not in token
+  assert f'"stage":"{stage}"' in (smoke_run / 'report.html').read_text()
+
+
 def test_report_is_one_self_contained_file(smoke_run):
   page = (smoke_run / 'report.html').read_text()
   assert '</html>' in page

@@ -170,6 +170,16 @@ def test_an_error_of_the_producer_wakes_the_trainer():
     buffer.take()
 
 
+def test_a_trainer_that_is_asked_to_stop_takes_nothing(result):
+  buffer = GroupBuffer(limits(), flat)
+  fill(buffer, result, 1)
+  answers = iter([False, True])
+  assert buffer.take(lambda: next(answers)) == []  # one of two groups is there: it had to wait
+  fill(buffer, result, 1)
+  assert buffer.take(lambda: True) == []
+  assert buffer.metrics()['groups_ready'] == 2 and buffer.trained_ordinals() == []
+
+
 class Simulation:
   """One random trace: a worker with slots, a trainer, and a world in which everything fails."""
 

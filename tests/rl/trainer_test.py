@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import os
+import signal
 import threading
+import time
 
 import jax
 import numpy as np
@@ -14,6 +17,7 @@ from composer_jax.errors import InfrastructureError, UserError
 from composer_jax.rl import trainer
 from composer_jax.rl.config import RLConfig
 from composer_jax.rollout.engine import Engine, EngineConfig
+from composer_jax.rollout.session import Status
 from composer_jax.train import state as state_lib
 from composer_jax.train.optimizer import OptimizerConfig, make_optimizer
 
@@ -108,6 +112,61 @@ def test_a_killed_stage_trains_on_every_task_once(run, make_environment, tmp_pat
   assert all(row['staleness_max'] <= CONFIG.max_staleness for row in rows)
   again = run(CONFIG, make_environment(), on_step=lambda step, row: seen.append('late'))
   assert 'late' not in seen and equal(again.params, result.params)
+
+
+def test_sigterm_finishes_the_step_and_nothing_is_done_twice(run, make_environment, tmp_path):
+  def stop(step, row):
+    if step == 3:  # between two checkpoints
+      os.kill(os.getpid(), signal.SIGTERM)
+
+  handler = signal.getsignal(signal.SIGTERM)
+  with pytest.raises(SystemExit) as exit_:
+    run(CONFIG, make_environment(), on_step=stop)
+  assert exit_.value.code == 128 + signal.SIGTERM
+  assert signal.getsignal(signal.SIGTERM) == handler
+  assert not [t for t in threading.enumerate() if t.name == 'rollout']
+  seen = []
+  result = run(CONFIG, make_environment(), on_step=lambda step, row: seen.append(step))
+  assert seen == [4, 5, 6] and result.trained_ordinals == list(range(12))
+  rows = metrics.read(tmp_path / 'rl/metrics.jsonl')
+  assert [row['step'] for row in rows] == list(range(1, 7))
+
+
+def test_a_stop_while_the_trainer_waits_keeps_the_groups_that_are_ready(run, make_environment):
+  """Group 2 is complete, group 3 never will be, and step 1 has been saved before."""
+  class Stuck(make_environment):
+    finished = 0
+
+    def session(self, ordinal, member):
+      session = super().session(ordinal, member)
+      if ordinal >= 3:
+        session.poll = lambda: Status.DONE if session.aborted else Status.WAITING
+      return session
+
+    def outcome(self, session):
+      self.finished += session.ordinal == 2
+      return super().outcome(session)
+
+  config = dataclasses.replace(CONFIG, checkpoint_every=1)
+  stuck, first_step, sent = Stuck(), threading.Event(), []
+
+  def watch():
+    first_step.wait()
+    while stuck.finished < config.group_size:
+      time.sleep(0.01)
+    time.sleep(0.5)  # the trainer waits for group 3
+    sent.append(time.monotonic())
+    os.kill(os.getpid(), signal.SIGINT)
+
+  threading.Thread(target=watch, daemon=True).start()
+  with pytest.raises(SystemExit) as exit_:
+    run(config, stuck, on_step=lambda step, row: first_step.set())
+  assert time.monotonic() - sent[0] < 60  # for the save; the group itself has ten minutes
+  assert exit_.value.code == 128 + signal.SIGINT
+  environment = make_environment()
+  result = run(config, environment)
+  assert result.trained_ordinals == list(range(12)) and not result.dropped
+  assert {ordinal for ordinal, _ in environment.started} == set(range(3, 12))
 
 
 def test_all_solved_leaves_the_policy_alone_and_ends(run, make_environment, params, tmp_path):

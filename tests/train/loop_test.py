@@ -129,6 +129,14 @@ def test_sigterm_saves_and_exits(run, tmp_path):
   assert duplicates(tmp_path / 'parts') == 0
 
 
+def test_sigterm_in_the_last_step_is_not_lost(run, tmp_path):
+  stopper = RandomLoader(on_batch=lambda n: n == 10 and os.kill(os.getpid(), signal.SIGTERM))
+  with pytest.raises(SystemExit):
+    run(tmp_path, loader=stopper)
+  _, summary = run(tmp_path, loader=RandomLoader(end=0))
+  assert summary['steps'] == 10
+
+
 def test_crash_between_checkpoints_repeats_the_lost_steps(run, tmp_path):
   whole, _ = run(tmp_path / 'whole')
 

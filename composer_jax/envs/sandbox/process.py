@@ -97,6 +97,7 @@ class Sandbox:
       self._process = _spawn(
         [sys.executable, '-I', '-S', _LAUNCHER, marshal.dumps(self._complete(spec)).hex()],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+        start_new_session=True,  # Ctrl-C in the terminal is ours to answer, not the sandboxes'
       )  # fmt: skip
     except OSError as error:
       if self._group:

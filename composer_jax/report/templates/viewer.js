@@ -42,21 +42,22 @@
     if (shown.length) show(shown[0]); else view.replaceChildren('nothing matches');
   }
 
-  // Each way to colour a token: [legend entries, token -> background].
+  // Each way to colour a token: [-> legend entries, token -> background].
   const blue = a => `rgba(70,120,230,${a})`, red = a => `rgba(220,60,45,${a})`;
   const grey = 'rgba(128,128,128,.16)';
   const gap = ([, , lp, tlp]) => lp === null || tlp === null ? null : Math.abs(lp - tlp);
+  const owned = () => current.stage.startsWith('eval_') ? 'sampled' : 'trained on';
   const hue = v => `hsla(${(v * 67) % 360},65%,52%,.35)`;
   const modes = {
-    mask: [[['trained on', blue(.3)], ['context', grey]], t => t[1] ? blue(.3) : grey],
-    gap: [[['0', blue(.08)], ['1e-6', red(.1)], ['1e-3', red(.5)], ['1 or more', red(.95)],
-           ['not sampled', grey]],
+    mask: [() => [[owned(), blue(.3)], ['context', grey]], t => t[1] ? blue(.3) : grey],
+    gap: [() => [['0', blue(.08)], ['1e-6', red(.1)], ['1e-3', red(.5)], ['1 or more', red(.95)],
+                 ['not sampled', grey]],
       t => { const g = gap(t);
         return g === null ? grey : g === 0 ? blue(.08)
           : red(Math.min(.95, Math.max(.06, .1 + (Math.log10(g) + 6) / 6 * .85))); }],
-    prob: [[['sure', blue(.05)], ['unlikely', blue(.9)], ['not sampled', grey]],
+    prob: [() => [['sure', blue(.05)], ['unlikely', blue(.9)], ['not sampled', grey]],
       t => t[2] === null ? grey : blue(Math.min(.9, .05 + -t[2] / 4))],
-    version: [[['colour by policy version', hue(1)], ['not sampled', grey]],
+    version: [() => [['colour by policy version', hue(1)], ['not sampled', grey]],
       t => t[4] === null || t[4] < 0 ? grey : hue(t[4])],
   };
 
@@ -64,7 +65,7 @@
     const [text, mask, lp, tlp, version] = t;
     const g = gap(t);
     return make('span', {class: 'tok', style: `background:${modes[mode.value][1](t)}`,
-      title: [mask ? 'trained on' : 'context', `sampler log-prob ${fixed(lp)}`,
+      title: [mask ? owned() : 'context', `sampler log-prob ${fixed(lp)}`,
         `trainer log-prob ${fixed(tlp)}`, `gap ${g === null ? '–' : g.toExponential(1)}`,
         `policy version ${version === null || version < 0 ? '–' : version}`].join('\n')}, text);
   }
@@ -85,7 +86,7 @@
   function show(trace) {
     current = trace;
     [...list.children].forEach((b, i) => b.setAttribute('aria-current', shown[i] === trace));
-    legend.replaceChildren(...modes[mode.value][0].flatMap(([name, colour]) =>
+    legend.replaceChildren(...modes[mode.value][0]().flatMap(([name, colour]) =>
       [make('i', {class: 'swatch', style: `background:${colour}`}), name]));
     const chip = text => make('span', {}, text);
     view.replaceChildren(
