@@ -102,11 +102,13 @@ def trace_loader(traces: str | pathlib.Path | Sequence[str | pathlib.Path], batc
 
   Args:
     traces: one or more files of `envs.traces.write_traces`; a line is `{"id", "segments":
-      [[token id, ...], ...], "trainable": [bool, ...], ...}`, one flag a segment.
+      [[token id, ...], ...], "trainable": [flag, ...], ...}`, one flag a segment: true for the
+      model's own tokens, false for context, null for own tokens that must not be learnt.
     batch_size: B, rows of a batch.
     seq_len: S; a trace is never cut.
     seed: packing order, shuffling.
-    context_weight: loss weight of prompt and tool results; the model's own tokens weigh 1.
+    context_weight: loss weight of prompt and tool results; the model's own tokens weigh 1, those
+      that must not be learnt 0.
     long_traces: what to do with a trace longer than `seq_len`: stop, or leave it out.
 
   Raises:
@@ -141,21 +143,25 @@ def _trace_sequences(paths: Sequence[str | pathlib.Path], seq_len: int, context_
   """Returns the traces of all files with their loss weights, and how many were left out."""
   ids, weights, dropped = [], [], 0
   for path in paths:
-    for name, trace_ids, mask in read_traces(path):
+    for name, trace_ids, own, context in read_traces(path):
       if len(trace_ids) > seq_len:
         if long_traces == 'error':
           raise UserError(f'{path}: trace {name} has {len(trace_ids)} tokens, seq_len is {seq_len}')
         dropped += 1
         continue
       ids.append(trace_ids)
-      weights.append(np.where(mask, 1.0, context_weight).astype(np.float32))
+      weights.append(own.astype(np.float32) + np.float32(context_weight) * context)
   if not ids:
     raise UserError(f'{", ".join(map(str, paths))}: no trace of at most {seq_len} tokens')
   return TraceSequences(ids, weights), dropped
 
 
-def read_traces(path: str | pathlib.Path) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-  """Yields (id, token ids int32 `[n]`, trainable bool `[n]`) of each line of a traces file.
+def read_traces(path: str | pathlib.Path
+                ) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
+  """Yields (id, token ids int32 `[n]`, own bool `[n]`, context bool `[n]`) of each line of a file.
+
+  `own` marks the model's tokens, `context` prompts and tool results; tokens that the model wrote
+  and must not learn are neither.
 
   Raises:
     UserError: the file cannot be read, or a line is not a trace.
@@ -168,16 +174,19 @@ def read_traces(path: str | pathlib.Path) -> Iterator[tuple[str, np.ndarray, np.
     try:
       record = json.loads(line)
       segments = [np.asarray(s, np.int32).reshape(-1) for s in record['segments']]
-      flags = [bool(flag) for flag in record['trainable']]
+      flags = record['trainable']
       if len(flags) != len(segments):
         raise ValueError(f'{len(segments)} segments, {len(flags)} flags')
-      mask = np.repeat(np.array(flags, bool), [len(s) for s in segments])
+      if not all(flag is None or isinstance(flag, bool) for flag in flags):
+        raise ValueError('a flag is none of true, false and null')
+      own, context = (np.repeat(np.array([flag is kind for flag in flags], bool),
+                                [len(s) for s in segments]) for kind in (True, False))
       ids = np.concatenate([np.zeros(0, np.int32), *segments])
     except (ValueError, KeyError, TypeError) as error:
       raise UserError(f'{path}:{number}: is not a trace ({error})') from error
     if len(ids) < 2:
       raise UserError(f'{path}:{number}: is not a trace (fewer than two tokens)')
-    yield str(record.get('id', number)), ids, mask
+    yield str(record.get('id', number)), ids, own, context
 
 
 def heldout_batches(corpus_dir: str | pathlib.Path, source: str, seq_len: int, batch_size: int,

@@ -49,8 +49,8 @@ def write_traces(path: str | os.PathLike, tasks: Sequence[Task], pool: Pool, gra
 
   Each row has `index, source` (fingerprint of the arguments), `task_id, level, mutation, reward,
   stop_reason, calls` and what `data.loader.read_traces` reads: `id`, `segments` (runs of
-  token ids) and `trainable` (one flag a run), the role mask exactly as live (see
-  `ExpertConfig` for the edits left out of it). The file appears complete or not at
+  token ids) and `trainable` (one flag a run), the role mask exactly as live: true, false, or null
+  for the edits that are not to be learnt (see `ExpertConfig`). The file appears complete or not at
   all; rows that are done wait in `PATH.partial`. Row i depends on the arguments and i only.
 
   Args:
@@ -111,7 +111,7 @@ def _sample_of(tasks: Sequence[Task]) -> list[Any]:
 
 def _row(index: int, episode: Episode, config: ExpertConfig, source: str) -> dict[str, Any]:
   trace = episode.trace()
-  mask = [int(t) for t in trace.trainable]
+  flags: list[bool | None] = [bool(t) for t in trace.trainable]
   failing = [i for i, t in enumerate(trace.turns) if t.result and t.result.passed is False]
   for i, turn in enumerate(trace.turns):
     if turn.call is None or turn.call.name != 'edit_file' or turn.result is None:
@@ -119,20 +119,20 @@ def _row(index: int, episode: Episode, config: ExpertConfig, source: str) -> dic
     wrong = not config.learn_wrong_edits and any(i < later for later in failing)
     if wrong or turn.result.text == NO_CHANGE:
       first, last = turn.call_span
-      mask[first:last] = [0] * (last - first)
+      flags[first:last] = [None] * (last - first)
   return {'id': f'{trace.task_id}/{index}', 'index': index, 'source': source,
           'task_id': trace.task_id, 'level': trace.level,
           'mutation': trace.meta.get('mutation', ''), 'reward': trace.reward,
           'stop_reason': trace.stop_reason, 'calls': len(trace.turns),
-          **_segments(trace.tokens, mask)}
+          **_segments(trace.tokens, flags)}
 
 
-def _segments(tokens: list[int], mask: list[int]) -> dict[str, Any]:
+def _segments(tokens: list[int], flags: list[bool | None]) -> dict[str, Any]:
   segments: list[list[int]] = []
-  trainable: list[bool] = []
-  for flag, run in itertools.groupby(zip(mask, tokens, strict=True), key=lambda pair: pair[0]):
+  trainable: list[bool | None] = []
+  for flag, run in itertools.groupby(zip(flags, tokens, strict=True), key=lambda pair: pair[0]):
     segments.append([token for _, token in run])
-    trainable.append(bool(flag))
+    trainable.append(flag)
   return {'segments': segments, 'trainable': trainable}
 
 

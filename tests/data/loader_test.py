@@ -198,6 +198,18 @@ def test_first_and_last_model_token_of_a_hand_written_trace(tmp_path):
   assert batch.denominator == 5
 
 
+def test_own_tokens_that_must_not_be_learnt_weigh_nothing(tmp_path):
+  line = {'id': 'a', 'segments': [[2, 10, 3], [11, 5], [4, 13, 3], [14, 5]],
+          'trainable': [False, None, False, True]}
+  (tmp_path / 't.jsonl').write_text(json.dumps(line) + '\n')
+  batch = next(loader.trace_loader(tmp_path / 't.jsonl', 1, 10, 0, context_weight=0.5))
+  assert batch.weights[0].tolist() == [0.5, 0.5, 0, 0, 0.5, 0.5, 0.5, 1, 1, 0]
+  line['trainable'][1] = 1
+  (tmp_path / 't.jsonl').write_text(json.dumps(line) + '\n')
+  with pytest.raises(UserError, match='true, false and null'):
+    loader.trace_loader(tmp_path / 't.jsonl', 1, 10, 0)
+
+
 @pytest.mark.parametrize('seq_len', [64, 128])
 def test_trace_batches_hold_every_trace_once_with_its_own_mask(corpus, tmp_path, seq_len):
   recorded = _write_traces(tmp_path / 'traces.jsonl', chat.Renderer(corpus.tokenizer))
@@ -237,7 +249,7 @@ def test_bad_traces_are_one_line(corpus, tmp_path):
     loader.trace_loader(path, 2, 24, 0)
   with pytest.raises(UserError, match='trace t.* tokens, seq_len is 24'):
     loader.trace_batches(path, 2, 24)
-  longest = max(len(ids) for _, ids, _ in loader.read_traces(path))
+  longest = max(len(ids) for _, ids, _, _ in loader.read_traces(path))
   it = loader.trace_loader(path, 2, longest - 1, 0, long_traces='drop')
   assert it.dropped > 0
   assert it.dropped + len(it.rows['traces']._sequences) == 30

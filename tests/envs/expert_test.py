@@ -50,14 +50,14 @@ def test_every_l0_task_fails_before_and_passes_after(grader):
 def test_traces_all_succeed_and_are_what_the_harness_saw(tmp_path, pool, grader, renderer):
   path = tmp_path / 'traces.jsonl'
   stats = write_traces(path, TASKS, pool, grader, renderer, seed=0, count=48, concurrency=4,
-                       config=ExpertConfig(wrong_edit_rate=0.5))
+                       config=ExpertConfig(wrong_edit_rate=0.5, learn_wrong_edits=True))
   assert (stats.rows, stats.success, stats.discarded) == (48, 1.0, 0)
   rows = [json.loads(line) for line in path.read_text().splitlines()]
   assert [r['index'] for r in rows] == list(range(48))
   assert {r['stop_reason'] for r in rows} == {'finished'}
   assert any(r['calls'] > 4 for r in rows)
-  assert stats.tokens == sum(len(ids) for _, ids, _ in read_traces(path))
-  for (_, ids, mask), row in zip(read_traces(path), rows, strict=True):
+  assert stats.tokens == sum(len(ids) for _, ids, _, _ in read_traces(path))
+  for (_, ids, own, context), row in zip(read_traces(path), rows, strict=True):
     calls = [renderer.call_text(s) for s, t in zip(row['segments'], row['trainable'], strict=True)
              if t]
     results = [renderer.tokenizer.decode(s).removeprefix('<|result|>').rpartition('<|end|>')[0]
@@ -65,7 +65,8 @@ def test_traces_all_succeed_and_are_what_the_harness_saw(tmp_path, pool, grader,
     task = TASKS[row['index']]
     expected = render_trace(renderer, task.instruction,
                             list(zip(calls, [*results, None], strict=True)))
-    assert (ids.tolist(), mask.tolist()) == (expected[0], expected[1])
+    assert (ids.tolist(), own.tolist()) == (expected[0], expected[1])
+    assert (context == ~own).all()
 
 
 def test_traces_resume_and_do_not_depend_on_concurrency(tmp_path, pool, grader, renderer):
@@ -111,6 +112,13 @@ def test_wrong_edits_can_be_kept_out_of_the_loss(tmp_path, pool, grader, rendere
                                 count=8, concurrency=4, config=config)
   assert stats[True].tokens == stats[False].tokens
   assert stats[True].sampled_tokens > stats[False].sampled_tokens
+  for learnt, masked in zip(read_traces(tmp_path / 'True.jsonl'),
+                            read_traces(tmp_path / 'False.jsonl'), strict=True):
+    ids, left_out = masked[1], ~masked[2] & ~masked[3]
+    assert ids.tolist() == learnt[1].tolist() and (learnt[3] == masked[3]).all()
+    assert (left_out == learnt[2] & ~masked[2]).all()  # own tokens, and not weighed as context
+    if left_out.any():  # a few tasks have no plausible wrong edit
+      assert renderer.call_text(ids[left_out].tolist()).startswith('edit_file')
 
 
 def test_idle_edits_are_shown_and_never_learnt(tmp_path, pool, grader, renderer):
@@ -128,6 +136,7 @@ def test_idle_edits_are_shown_and_never_learnt(tmp_path, pool, grader, renderer)
     idle = text.count('<|result|>no change<|end|>')
     assert 1 <= idle <= 2 and row['calls'] == 4 + idle
     assert text.count('<|call|>') == row['calls']
+    assert row['trainable'].count(None) == idle
 
 
 def test_expert_never_makes_an_edit_that_changes_nothing():
