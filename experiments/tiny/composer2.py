@@ -27,7 +27,7 @@ def get_config() -> ConfigDict:
   # what the expert needs when its first edit is wrong: read, edit, test, two edits, test, finish
   config.tasks = {'level': 'l0', 'l0': {'limits': {'max_calls': 7}}}
   config.sampler = {'slots': 64, 'max_len': 256, 'decode_rows': (32,), 'cache_views': (128,)}
-  config.rl = rl(steps=70)
+  config.rl = rl(steps=64)
   config.eval = {'tasks': 200, 'samples_per_task': 8, 'seed': 4242}
   config.lock()
   return config
