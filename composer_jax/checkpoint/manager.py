@@ -104,7 +104,9 @@ class CheckpointManager:
     return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdecimal())
 
   def restore_latest(self, target: Any) -> Restored | None:
-    """Reads the newest checkpoint that is intact; damaged newer ones are removed, with a warning.
+    """Reads the newest checkpoint that is intact.
+
+    Damaged newer ones are renamed to `STEP.unreadable`, with a warning.
 
     Args:
       target: tree of arrays (or `jax.ShapeDtypeStruct`) with the wanted structure and sharding.
@@ -129,13 +131,21 @@ class CheckpointManager:
               f'({_first_line(error)}); trying the one before', file=sys.stderr)
         damaged.append(step)
         continue
-      for bad in damaged:  # they would stand in the way of the same steps' new checkpoints
-        self._manager.delete(bad)
+      self._set_aside(damaged)
       return restored
     if damaged:
       raise InfrastructureError(f'{self.folder}: none of the checkpoints {damaged} can be read; '
                                 'move the folder away to start this stage over')
     return None
+
+  def _set_aside(self, steps: list[int]) -> None:
+    """Makes place for new checkpoints of these steps; the cause may have been a passing one."""
+    for step in steps:
+      aside = self.folder / f'{step}.unreadable'
+      shutil.rmtree(aside, ignore_errors=True)
+      (self.folder / str(step)).rename(aside)
+    if steps:
+      self._manager.reload()
 
   def _restore(self, step: int, target: Any) -> Restored:
     meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))['meta']

@@ -130,11 +130,7 @@ def content_digest(text: str) -> bytes:
 
 
 def split_of(text: str, heldout_fraction: float) -> str:
-  """Returns `heldout` or `train`; a pure function of the text without its white space.
-
-  Tasks made from real functions use this too, so that a held-out task never comes from a file the
-  model was pretrained on.
-  """
+  """Returns `heldout` or `train`; a pure function of the text without its white space."""
   # Another part of the hash than the sort keys use; 32 bits of it as a number in [0, 1).
   point = int.from_bytes(content_digest(text)[-4:], 'big') / 2**32
   return 'heldout' if point < heldout_fraction else 'train'

@@ -13,7 +13,7 @@ from composer_jax.config import fingerprint
 from composer_jax.envs.expert import ExpertConfig, Pool, play, play_all
 from composer_jax.envs.harness import ChatRenderer, Episode, GraderLike
 from composer_jax.envs.tools.registry import NO_CHANGE
-from composer_jax.envs.types import StopReason, Task
+from composer_jax.envs.types import Task
 from composer_jax.errors import InfrastructureError, UserError
 
 _TRIES = 3
@@ -24,8 +24,7 @@ class TraceStats:
   """Summary of `write_traces`.
 
   Attributes:
-    rows: traces in the file.
-    success: share with reward 1 (the expert must reach 1).
+    rows: traces in the file, all of them solved.
     tokens: total token count.
     sampled_tokens: of those, trainable ones.
     calls: mean tool calls per trace.
@@ -34,7 +33,6 @@ class TraceStats:
   """
 
   rows: int
-  success: float
   tokens: int
   sampled_tokens: int
   calls: float
@@ -67,7 +65,8 @@ def write_traces(path: str | os.PathLike, tasks: Sequence[Task], pool: Pool, gra
 
   Raises:
     UserError: the file belongs to other arguments.
-    InfrastructureError: the sandbox or the grader broke three times on the same row.
+    InfrastructureError: the expert, who cannot fail on a sound machine, did not solve some tasks in
+      three tries. What it solved is kept: the next call plays only the rest.
   """
   path = pathlib.Path(path)
   config = config or ExpertConfig()
@@ -82,14 +81,13 @@ def write_traces(path: str | os.PathLike, tasks: Sequence[Task], pool: Pool, gra
   discarded = 0
   with open(partial, 'a', encoding='utf-8') as stream:
     todo = [i for i in range(count) if i not in rows]
-    for attempt in range(_TRIES):
+    for _ in range(_TRIES):
       failed = []
-      last = attempt == _TRIES - 1
       jobs = ((i, task, play(task, config, random.Random(f'expert/{seed}/{i}')))
               for i in todo for task in (tasks[i % len(tasks)],))
       for index, episode in play_all(jobs, pool, grader, renderer, concurrency):
-        if episode.stop == StopReason.INFRASTRUCTURE or (episode.reward != 1 and not last):
-          failed.append((index, episode.trace().error))
+        if episode.reward != 1:  # or None, when the sandbox or the grader broke
+          failed.append((index, episode.trace()))
           continue
         rows[index] = _row(index, episode, config, source)
         stream.write(_line(rows[index]))
@@ -97,7 +95,11 @@ def write_traces(path: str | os.PathLike, tasks: Sequence[Task], pool: Pool, gra
       discarded += len(failed)
       todo = [index for index, _ in failed]
   if todo:
-    raise InfrastructureError(f'trace {failed[0][0]} failed {_TRIES} times: {failed[0][1]}')
+    trace = failed[0][1]
+    raise InfrastructureError(
+      f'the expert did not solve {len(todo)} of {count} tasks in {_TRIES} tries (the first: '
+      f'{trace.task_id}, {trace.error or trace.stop_reason}): the sandbox or the tasks are broken; '
+      f'{len(rows)} solved ones are kept in {partial}, and the next start plays the rest')
   ordered = [rows[i] for i in range(count)]
   _write(partial, ordered)
   os.replace(partial, path)
@@ -139,7 +141,7 @@ def _segments(tokens: list[int], flags: list[bool | None]) -> dict[str, Any]:
 def _stats(rows: Sequence[dict[str, Any]], discarded: int) -> TraceStats:
   count = max(len(rows), 1)
   return TraceStats(
-    rows=len(rows), success=sum(r['reward'] == 1 for r in rows) / count,
+    rows=len(rows),
     tokens=sum(len(s) for r in rows for s in r['segments']),
     sampled_tokens=sum(len(s) for r in rows for s, t in zip(r['segments'], r['trainable'],
                                                            strict=True) if t),

@@ -84,6 +84,11 @@ class Limits:
   test_timeout_s: float = 5.0
   output_bytes: int = 2048
 
+  def __post_init__(self):
+    if min(self.max_calls, self.max_turn_tokens, self.max_tokens, self.output_bytes) < 1 or (
+        self.test_timeout_s <= 0):
+      raise ValueError('limits must be above 0')
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:

@@ -14,7 +14,8 @@ class RowFile:
   """Appends rows to `rows.jsonl` and finds them again after a restart.
 
   `evaluation.json` beside it says what is evaluated, so that rows of another model or task list
-  are never mixed in.  A line that a crash left unfinished is dropped.
+  are never mixed in.  A line that a crash left unfinished is dropped, and so are attempts that
+  ended without a verdict: whoever starts again wants them tried again.
 
   Args:
     folder: made when it does not exist; None keeps the rows in memory only.
@@ -37,14 +38,15 @@ class RowFile:
       if json.loads(marker.read_text()) != name:
         raise UserError(f'{self._path.parent}: holds another evaluation; move it away to start '
                         'this one')
-      self.rows = [json.loads(line) for line in _whole_lines(self._path)]
+      rows = [json.loads(line) for line in _whole_lines(self._path)]
+      self.rows = [row for row in rows if row['valid']]
+      if len(self.rows) < len(rows):
+        _replace(self._path, ''.join(json.dumps(row) + '\n' for row in self.rows))
     else:
       self._path.parent.mkdir(parents=True, exist_ok=True)
       # The order keeps a crash harmless: the marker is written last and whole.
       self._path.write_text('')
-      draft = marker.with_suffix('.tmp')
-      draft.write_text(json.dumps(name))
-      draft.replace(marker)
+      _replace(marker, json.dumps(name))
 
   def append(self, row: Row) -> None:
     """Adds a row; it has left this process when this returns."""
@@ -52,6 +54,13 @@ class RowFile:
     if self._path is not None:
       with self._path.open('a') as file:
         file.write(json.dumps(row) + '\n')
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+  """Writes a whole file at once."""
+  draft = path.with_suffix('.tmp')
+  draft.write_text(text)
+  draft.replace(path)
 
 
 def _whole_lines(path: pathlib.Path) -> list[str]:

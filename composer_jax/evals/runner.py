@@ -66,13 +66,13 @@ def evaluate(
     engine_config: slots, lengths, temperature (0 is greedy); its own seed is replaced by `seed`.
     pool: sandboxes for the episodes; as many episodes run as it has sandboxes and slots.
     grader: decides on the hidden tests.
-    seed: of sampling and bootstrap; the same seed gives the same attempts.
+    seed: of sampling and bootstrap; the same seed gives the same attempts, up to rounding.
     bootstrap_samples: resamplings of the tasks behind the intervals.
     folder: takes `rows.jsonl`; a restarted evaluation keeps the finished rows and goes on.
     identity: name of the weights, to tell a restart from another evaluation; default: a hash of
       all their bytes.
     description: of the progress bar.
-    on_trace: sees every finished episode that has a verdict.
+    on_trace: sees every finished episode that has a verdict; after a kill, perhaps one twice.
 
   Raises:
     InfrastructureError: sandboxes stayed in use elsewhere, so attempts were left over.
@@ -174,9 +174,9 @@ def run_rows(
       trace = episode.trace()
       error = trace.error if rollout.failure is None else (
           f'{rollout.failure.kind} in {rollout.failure.where}: {rollout.failure.message}')
-      settle(item, _row(episode.task, item[1], trace, rollout, error))
       if trace.valid and on_trace is not None:
-        on_trace(trace, rollout)
+        on_trace(trace, rollout)  # first: with its row in the file an attempt is over for good
+      settle(item, _row(episode.task, item[1], trace, rollout, error))
 
     scheduler = Scheduler(engine, lambda: (0, params), source, done, training=False)
     scheduler.run()

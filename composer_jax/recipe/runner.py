@@ -124,6 +124,8 @@ def write_results(context: stages.Context, monitor: Monitor) -> dict[str, Any]:
 
 
 def _choose(recipe: schema.Recipe, only: Sequence[str] | None) -> list[str]:
+  if only is not None and not only:
+    raise UserError(f'--stages: names no stage (there are: {", ".join(recipe.stages)})')
   for stage in only or ():
     if stage not in recipe.stages:
       raise UserError(f'--stages: {stage!r} is not a stage of this config '

@@ -67,14 +67,19 @@ class EvalConfig:
     samples_per_task: attempts at each; pass@1 is their mean, best-of-k takes k = this.
     seed: of the tasks and of the sampling; the same tasks before and after RL.
     bootstrap_samples: resamplings of the tasks behind the interval.
+    max_invalid: largest share of attempts that the machine may have spoilt (no verdict in several
+      tries); with more the stage fails, since the rest is no fair sample.
   """
 
   tasks: int = 256
   samples_per_task: int = 8
   seed: int = 4242
   bootstrap_samples: int = 2_000
+  max_invalid: float = 0.01
 
   def __post_init__(self):
+    if not 0 <= self.max_invalid < 1:
+      raise ValueError('max_invalid must be at least 0 and below 1')
     if min(self.tasks, self.samples_per_task, self.bootstrap_samples) < 1:
       raise ValueError('tasks, samples_per_task and bootstrap_samples must be at least 1')
 

@@ -63,12 +63,7 @@ class Context:
 
   def model(self, stage: str) -> ModelConfig:
     """The model's shape at a stage: each supervised stage up to it may stretch the context."""
-    config = self.recipe.model
-    for name in ('cpt', 'long_context', 'sft'):
-      config = extend_context(config, getattr(self.recipe, name).rope_factor)
-      if name == stage:
-        break
-    return config
+    return _model_at(self.recipe, stage)
 
   def params(self, stage: str) -> dict[str, Any]:
     """The final parameters of a finished stage."""
@@ -85,6 +80,15 @@ def open_run(folder: pathlib.Path) -> Context:
   if not path.exists():
     raise UserError(f'{folder}: holds no run')
   return Context(resolve(read_json(path)['config']), folder)
+
+
+def _model_at(recipe: Recipe, stage: str) -> ModelConfig:
+  config = recipe.model
+  for name in ('cpt', 'long_context', 'sft'):
+    config = extend_context(config, getattr(recipe, name).rope_factor)
+    if name == stage:
+      break
+  return config
 
 
 def data(context: Context) -> dict[str, Any]:
@@ -205,12 +209,7 @@ def _evaluate_traces(model: ModelConfig, batches: list[Batch], params: dict[str,
 
 def demonstrate(context: Context, pool: SandboxPool, grader: Grader, split: str, count: int,
                 path: pathlib.Path) -> traces.TraceStats:
-  """Writes `count` episodes of the expert to `path`, continuing what an earlier call began.
-
-  Raises:
-    InfrastructureError: tasks stayed unsolved. The file is moved aside, so that the next call plays
-      them again instead of finding the same failure on disk.
-  """
+  """Writes `count` episodes of the expert to `path`, continuing what an earlier call began."""
   recipe, spec = context.recipe, context.recipe.traces
   with progress(count, path.stem) as bar:
     tasks = admitted(recipe, split, count, recipe.seed, grader)
@@ -221,16 +220,9 @@ def demonstrate(context: Context, pool: SandboxPool, grader: Grader, split: str,
       bar.update(rows - done)
       done = rows
 
-    stats = traces.write_traces(
+    return traces.write_traces(
       path, tasks, pool, grader, Renderer(context.corpus.tokenizer), seed=recipe.seed,
       count=count, concurrency=spec.concurrency, config=spec.expert, on_progress=on_progress)
-  if stats.success < 1:
-    aside = path.with_name(path.name + '.unsolved')
-    path.replace(aside)
-    raise InfrastructureError(
-      f'the expert solved only {stats.success:.1%} of its tasks: the sandbox or the tasks are '
-      f'broken; its episodes are now in {aside}, and the next start plays them again')
-  return stats
 
 
 def rl(context: Context) -> dict[str, Any]:
@@ -255,7 +247,7 @@ def rl_tasks(recipe: Recipe, grader: Grader) -> Sequence[Task]:
   config = recipe.rl
   step = config.groups_per_step + config.max_extra_groups
   # dropped groups (stale, late, broken) are not tried again: the margin keeps the last steps full
-  count = config.steps * step + _SPARE_STEPS * step
+  count = (config.steps + max(_SPARE_STEPS, config.steps // 4)) * step
   return admitted(recipe, 'train', count, recipe.seed + 1_000_003, grader)
 
 
@@ -296,6 +288,11 @@ def evaluate(context: Context, stage: str) -> dict[str, Any]:
       folder=context.folder(name), description=name,
       on_trace=eval_traces.writer(log, name, tasks))
   eval_traces.thin(shown)
+  lost, samples = result.summary['invalid'], result.summary['samples']
+  if lost > spec.max_invalid * samples:
+    errors = (row['error'] for row in result.rows if not row['valid'])
+    raise InfrastructureError(f'{name}: {lost} of {samples} attempts ended without a verdict '
+                              f'({next(errors)}); the next start tries them again')
   return result.summary
 
 
@@ -341,6 +338,8 @@ def check(recipe: Recipe) -> None:
                         f' (there are: {", ".join(known)})')
     if not stage.mixture:
       raise UserError(f'config.{name}.mixture: is empty (there are: {", ".join(known)})')
+    if min(stage.mixture.values()) < 0 or not any(stage.mixture.values()):
+      raise UserError(f'config.{name}.mixture: weights must not be negative, nor all 0')
   for name in ('cpt', 'long_context', 'sft'):
     if getattr(recipe, name).loss.mtp_weight and not recipe.model.num_nextn_predict_layers:
       raise UserError(f'config.{name}.loss.mtp_weight: the model has no MTP layer '
@@ -352,6 +351,10 @@ def check(recipe: Recipe) -> None:
   if 'rl' in recipe.stages and sampler.temperature != config.objective.temperature:
     raise UserError(f'config.sampler.temperature: is {sampler.temperature}, and RL trains on '
                     f'config.rl.objective.temperature {config.objective.temperature}')
+  positions = _model_at(recipe, 'rl').max_position_embeddings
+  if sampler.max_len > positions:
+    raise UserError(f'config.sampler.max_len: {sampler.max_len} is longer than the context of the '
+                    f'model after its last stretch, {positions}')
   longest = recipe.tasks.limits.max_tokens
   for where, length in (('sampler.max_len', sampler.max_len), ('sft.seq_len', recipe.sft.seq_len)):
     if length < longest:

@@ -12,7 +12,7 @@ import numpy as np
 
 from composer_jax.batch import Batch
 from composer_jax.checkpoint.manager import CheckpointManager
-from composer_jax.errors import NumericsError, UserError
+from composer_jax.errors import InfrastructureError, NumericsError, UserError
 from composer_jax.metrics import MetricsLog
 from composer_jax.models.config import ModelConfig
 from composer_jax.progress import progress
@@ -83,7 +83,8 @@ def run_stage(
 
   Raises:
     UserError: config, engine and tasks do not fit together.
-    InfrastructureError: rollouts keep ending without a verdict, or the disk is full.
+    InfrastructureError: rollouts keep ending without a verdict, so many were dropped that the tasks
+      are used up, or the disk is full.
     NumericsError: several updates in a row had no finite gradient.
     Stopped: SIGTERM or SIGINT came; the step was finished and saved with the groups that are ready.
   """
@@ -115,6 +116,10 @@ def run_stage(
       finally:
         worker.stop()
       manager.wait()  # a save that fails is worse news than a signal
+      if stage.buffer.version < config.steps and not stop():
+        raise InfrastructureError(
+            f'rl: the tasks are used up after step {stage.buffer.version} of {config.steps}; '
+            f'dropped groups by reason: {stage.result().dropped}')
   return stage.result()
 
 

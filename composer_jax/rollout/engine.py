@@ -64,9 +64,9 @@ class EngineConfig:
 
   def __post_init__(self):
     if min(self.slots, self.max_len, self.decode_chunk, *self.prefill_buckets,
-           *self.decode_rows) < 1:
-      raise ValueError('slots, max_len, decode_chunk, decode_rows and prefill_buckets must be at '
-                       'least 1')
+           *self.decode_rows, *self.cache_views) < 1:
+      raise ValueError('slots, max_len, decode_chunk, decode_rows, prefill_buckets and cache_views '
+                       'must be at least 1')
     if self.prefill_tokens < max(self.prefill_buckets):
       raise ValueError('prefill_tokens must hold at least one row of the widest prefill bucket')
     if self.temperature < 0:

@@ -30,9 +30,10 @@ def plan(slot: int, start: int, tokens: Int32[np.ndarray, 'n'],
          buckets: Sequence[int]) -> list[PrefillItem]:
   """Cuts a slot's forced tokens into chunks.
 
-  The cut depends on this slot's text alone, so a session's numbers do not depend on its
-  neighbours.  As long as the text exceeds the widest bucket, chunks of that width are cut off; the
-  rest goes into the smallest bucket that holds it.
+  The cut depends on this slot's text alone, so a session's numbers depend on its neighbours only
+  by rounding (through the view and the rows that the chunk is computed with).  As long as the text
+  exceeds the widest bucket, chunks of that width are cut off; the rest goes into the smallest
+  bucket that holds it.
 
   Args:
     slot: cache row.

@@ -91,19 +91,39 @@ def run_in_subprocess(config_file: Path, run_folder: Path) -> tuple[int, str]:
   Returns:
     The exit code and the last lines of standard error.
   """
-  command = [sys.executable, '-m', 'composer_jax', 'run', f'--config={config_file}',
-             f'--workdir={run_folder}']
+  return follow([sys.executable, '-m', 'composer_jax', 'run', f'--config={config_file}',
+                 f'--workdir={run_folder}'])
+
+
+def follow(command: list[str]) -> tuple[int, str]:
+  """Runs a command, shows its standard error, and passes on a request to stop.
+
+  The command has a session of its own: a Ctrl-C in the terminal reaches this process alone, which
+  asks the command once, with SIGTERM, and waits until it has saved and ended. A second one kills.
+
+  Returns:
+    The exit code and the last lines of standard error.
+  """
   tail: list[str] = []
-  with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors='replace') as process:
+
+  def show() -> int:
+    for line in process.stderr:
+      sys.stderr.write(line)
+      tail[:] = [*tail, line][-ERROR_LINES:]
+    return process.wait()
+
+  with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors='replace',
+                        start_new_session=True) as process:
     try:
-      for line in process.stderr:
-        sys.stderr.write(line)
-        tail = [*tail, line][-ERROR_LINES:]
-      code = process.wait()
+      return show(), ''.join(tail)
     except BaseException:
       process.terminate()
+      try:
+        show()
+      except BaseException:
+        process.kill()
+        raise
       raise
-  return code, ''.join(tail)
 
 
 def _attempt(trial: Trial, record: Record, workdir: Path, run_trial: RunTrial, adopt: Adopt

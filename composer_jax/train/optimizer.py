@@ -41,6 +41,10 @@ class OptimizerConfig:
   def __post_init__(self):
     if self.lr < 0 or self.clip_norm <= 0:
       raise ValueError('lr must be at least 0 and clip_norm above 0')
+    if not 0 <= self.final_fraction <= 1:
+      raise ValueError('final_fraction must be between 0 and 1')
+    if not (0 <= self.b1 < 1 and 0 <= self.b2 < 1) or self.eps <= 0 or self.weight_decay < 0:
+      raise ValueError('need b1 and b2 in [0, 1), eps above 0 and weight_decay at least 0')
     if self.warmup_steps < 0 or self.decay_steps < 0:
       raise ValueError('warmup_steps and decay_steps must be at least 0')
 

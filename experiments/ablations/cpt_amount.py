@@ -3,8 +3,9 @@
     composer-jax sweep --config=experiments/ablations/cpt_amount.py --workdir=runs/cpt_amount
 
 The first finding of the Composer 2 report (section 3.1, figure 2) at tiny size: three amounts of
-continued pretraining, evenly spaced in log, then the same SFT and the same RL for all. The loss is
-that of held-out demonstrations, the column `sft held-out loss` of the comparison page.
+the first phase, evenly spaced in log (41k, 123k, 369k tokens), then the same long phase (82k), SFT
+and RL for all. The loss is that of held-out demonstrations, the column `sft held-out loss` of the
+comparison page.
 """
 
 from collections.abc import Iterator
@@ -26,4 +27,4 @@ def get_config() -> ConfigDict:
 def get_sweep() -> Iterator[dict]:
   """Yields the amounts, in steps."""
   for steps in AMOUNTS.values():
-    yield {'cpt.steps': steps}
+    yield {'cpt.steps': steps, 'cpt.optimizer.warmup_steps': steps // 12}

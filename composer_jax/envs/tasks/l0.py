@@ -1,7 +1,8 @@
 """L0: one templated function, one injected bug, a one-line intent.
 
-The held-out split holds out slot tuples (what the function computes), while names, inputs and the
-mutation are drawn independently: it measures compositional generalisation over shared templates.
+The held-out split holds out slot tuples (the wording of the intent and the code), while names,
+inputs and the mutation are drawn independently: it measures compositional generalisation over
+shared templates. Some held-out tuples compute the same as a train tuple in other words.
 """
 
 import dataclasses
@@ -49,6 +50,8 @@ class L0Config:
     if min(self.mutation_weights.values(), default=0) < 0 or not any(
         self.mutation_weights.values()):
       raise ValueError('mutation_weights: need non-negative weights, at least one above 0')
+    if min(self.visible_cases, self.hidden_cases) < 1:
+      raise ValueError('visible_cases and hidden_cases must be at least 1')
     if not 1 <= self.min_items <= self.max_items:
       raise ValueError('min_items: must be at least 1 and at most max_items')
 

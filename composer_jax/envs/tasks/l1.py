@@ -119,6 +119,10 @@ class L1Config:
   hidden_cases: int = 16
   limits: Limits = Limits(max_calls=12, max_turn_tokens=256, max_tokens=16384, output_bytes=8192)
 
+  def __post_init__(self):
+    if min(self.visible_cases, self.hidden_cases) < 1:
+      raise ValueError('visible_cases and hidden_cases must be at least 1')
+
 
 @functools.cache
 def _mutants(split: str) -> tuple[tuple[str, str, tuple[str, ...], Mutation], ...]:

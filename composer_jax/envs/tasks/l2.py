@@ -81,6 +81,10 @@ class L2Config:
   hidden_cases: int = 16
   limits: Limits = Limits(max_calls=24, max_turn_tokens=2048, max_tokens=32768, output_bytes=8192)
 
+  def __post_init__(self):
+    if min(self.visible_cases, self.hidden_cases) < 1:
+      raise ValueError('visible_cases and hidden_cases must be at least 1')
+
 
 @functools.cache
 def _features(split: str) -> tuple[Feature, ...]:
