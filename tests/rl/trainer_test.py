@@ -64,7 +64,9 @@ def test_rate_zero_keeps_parameters_and_the_gap_at_rounding(run, make_environmen
 
 def test_training_learns_and_reports(run, make_environment, params, tmp_path):
   # On-policy, so that the result does not depend on which thread is faster.
-  config = dataclasses.replace(CONFIG, steps=20, max_staleness=0)
+  config = dataclasses.replace(
+      CONFIG, steps=20, groups_per_step=4, group_size=8, max_staleness=0,
+      optimizer=OptimizerConfig(lr=5e-3, schedule='constant', warmup_steps=0))
   environment = make_environment()
   result = run(config, environment)
   rows = metrics.read(tmp_path / 'rl' / 'metrics.jsonl')
@@ -73,8 +75,8 @@ def test_training_learns_and_reports(run, make_environment, params, tmp_path):
   assert late > early + 0.15, [r['solved_fraction'] for r in rows]
   assert all(row['staleness_max'] == 0 and row['gap_max'] < 1e-4 for row in rows)
   assert not equal(result.params, params)
-  assert result.trained_ordinals == list(range(40))
-  assert len(set(environment.started)) == len(environment.started) == 160
+  assert result.trained_ordinals == list(range(80))
+  assert len(set(environment.started)) == len(environment.started) == 640
   for name in ('reward_mean', 'entropy', 'gap_p99', 'kl', 'calls_per_episode', 'finish_rate',
                'success/c0', 'wait_share', 'rollout_tokens_per_s', 'pass_at_k', 'packing'):
     assert any(name in row for row in rows), name
