@@ -20,7 +20,8 @@ print('ready', file=sys.stderr, flush=True)
 time.sleep(60)
 """
 PARENT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits none
 from composer_jax.stopping import sigterm_unwinds
 from composer_jax.sweep.runner import follow
 with sigterm_unwinds():
