@@ -26,8 +26,8 @@ def summarize(rows: Sequence[Row], samples_per_task: int, seed: int = 0,
 
   Returns:
     `tasks, samples, invalid, tasks_without_verdict, pass_at_1, ci95 [lo, hi], best_of_K (say
-    `best_of_8`), best_of_tasks, pass_at {k: x}`; means per attempt `tokens_per_task` (sampled),
-    `total_tokens_per_task`, `calls_per_task`; `stop_reasons {reason: n}`; and `by_mutation`, a
+    `best_of_8`), best_of_ci95 [lo, hi], best_of_tasks, pass_at {k: x}`; means per attempt
+    `tokens_per_task` (sampled), `total_tokens_per_task`, `calls_per_task`; `stop_reasons {reason: n}`; and `by_mutation`, a
     table {mutation class: {scored_tasks, pass_at_1, ci95, best_of_K, ...}}.  Figures of no data
     are None.
   """
@@ -52,7 +52,7 @@ def summarize(rows: Sequence[Row], samples_per_task: int, seed: int = 0,
 
 def _solved(valid: Sequence[Row], samples_per_task: int, seed: int, resamples: int
             ) -> dict[str, Any]:
-  """Returns pass@1 with its interval over tasks, and pass@k for powers of two up to k."""
+  """Returns pass@1 and best-of-k with intervals over tasks, and pass@k for powers of two to k."""
   tasks = _by(valid, lambda row: row['task_id'])
   counts = [(len(group), sum(row['reward'] == 1 for row in group)) for group in tasks.values()]
   rates = np.asarray([correct / samples for samples, correct in counts])
@@ -60,12 +60,19 @@ def _solved(valid: Sequence[Row], samples_per_task: int, seed: int, resamples: i
   powers = [2**i for i in range(samples_per_task.bit_length()) if 2**i < samples_per_task]
   curve = {str(k): pass_at_k.mean_pass_at_k(full, k) if full else None
            for k in [*powers, samples_per_task]}
+  best = np.asarray([pass_at_k.pass_at_k(*entry, samples_per_task) for entry in full])
+
+  def interval(values: np.ndarray) -> list[float] | None:
+    if not len(values):
+      return None
+    return list(bootstrap.mean_interval(values, seed=seed, resamples=resamples))
+
   return {
       'scored_tasks': len(counts),
       'pass_at_1': float(rates.mean()) if len(rates) else None,
-      'ci95': (list(bootstrap.mean_interval(rates, seed=seed, resamples=resamples))
-               if len(rates) else None),
+      'ci95': interval(rates),
       f'best_of_{samples_per_task}': curve[str(samples_per_task)],
+      'best_of_ci95': interval(best),
       'best_of_tasks': len(full),
       'pass_at': curve,
   }

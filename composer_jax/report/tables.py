@@ -19,6 +19,7 @@ class EvalRow:
     pass_at_1: mean reward over tasks; None when unknown.
     interval: 95% interval, or None.
     best_of: (K, unbiased best-of-K), or None.
+    best_of_interval: its 95% interval, or None.
     tasks: number of tasks.
     samples: episodes that have a verdict.
     without_verdict: episodes lost to infrastructure; they count nowhere.
@@ -33,6 +34,7 @@ class EvalRow:
   pass_at_1: float | None
   interval: tuple[float, float] | None
   best_of: tuple[int, float] | None
+  best_of_interval: tuple[float, float] | None
   tasks: int
   samples: int
   without_verdict: int
@@ -58,7 +60,7 @@ def eval_row(name: str, published: dict[str, Any], stage: Stage | None) -> EvalR
   scored = [r for r in rows if isinstance(r.get('reward'), (int, float))]
   tasks = _grouped(scored, 'task_id')
   classes = _grouped(scored, 'mutation')
-  interval = published.get('ci95')
+  interval, best_interval = published.get('ci95'), published.get('best_of_ci95')
   best = [(int(key.removeprefix('best_of_')), value) for key, value in published.items()
           if key.startswith('best_of_') and key.removeprefix('best_of_').isdigit()]
   stops = collections.Counter(str(r.get('stop_reason')) for r in rows)
@@ -67,6 +69,7 @@ def eval_row(name: str, published: dict[str, Any], stage: Stage | None) -> EvalR
   return EvalRow(
       name=name, pass_at_1=published.get('pass_at_1', mean),
       interval=tuple(interval) if interval else None, best_of=max(best, default=None),
+      best_of_interval=tuple(best_interval) if best_interval else None,
       tasks=published.get('tasks', len(tasks)), samples=len(scored),
       without_verdict=len(rows) - len(scored), tokens=_mean(scored, 'tokens'),
       calls=_mean(scored, 'calls'),

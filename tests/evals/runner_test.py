@@ -154,7 +154,7 @@ def test_summary_by_hand():
   summary = summarize(rows, 2)
   assert summary['pass_at_1'] == 0.25
   assert summary['best_of_2'] == 0.5 and summary['pass_at'] == {'1': 0.25, '2': 0.5}
-  assert summary['ci95'] == [0.0, 0.5]
+  assert summary['ci95'] == [0.0, 0.5] and summary['best_of_ci95'] == [0.0, 1.0]
   assert (summary['tasks'], summary['samples'], summary['invalid']) == (3, 6, 2)
   assert summary['tasks_without_verdict'] == 1 and summary['scored_tasks'] == 2
   assert summary['stop_reasons'] == {'finished': 3, 'max_calls': 1, 'infrastructure': 2}
@@ -162,4 +162,4 @@ def test_summary_by_hand():
   assert summary['by_mutation']['expr']['best_of_2'] == 0.0
   assert (summary['tokens_per_task'], summary['calls_per_task']) == (10, 3)
   nothing = summarize([row('z', 0, None, 'expr', 'infrastructure')], 1)
-  assert nothing['pass_at_1'] is None and nothing['ci95'] is None
+  assert nothing['pass_at_1'] is None and nothing['ci95'] is nothing['best_of_ci95'] is None

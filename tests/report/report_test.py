@@ -183,7 +183,7 @@ def test_table_numbers_from_rows(run_folder):
 
 def test_movement(run_folder):
   def row(by_task):
-    return tables.EvalRow('n', None, None, None, 0, 0, 0, None, None, {}, {}, by_task)
+    return tables.EvalRow('n', None, None, None, None, 0, 0, 0, None, None, {}, {}, by_task)
   moved = tables.movement(row({'a': 0.5, 'b': 1.0, 'c': 0.0, 'd': 1.0}),
                           row({'a': 1.0, 'b': 1.0, 'c': 0.5, 'd': 0.0, 'e': 1.0}))
   assert moved == {'more': 2, 'same': 1, 'less': 1}
