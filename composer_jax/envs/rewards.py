@@ -18,7 +18,8 @@ BEHAVIOUR_PARTS = ('edits', 'call_errors', 'no_change_edits', 'test_runs', 'repe
 
 _NO_VERDICT = {StopReason.ABORTED, StopReason.INFRASTRUCTURE}
 _WAYS_OUT = re.compile(
-  r'\b(import|__import__|importlib|exec|eval|compile|open|globals|__builtins__|sys|runpy|ctypes)\b')
+  r'\b(import|__import__|importlib|exec|eval|compile|open|globals|vars|getattr|__builtins__|__dict__'
+  r'|sys|runpy|ctypes|os\s*\.\s*path|posixpath|ntpath|genericpath)\b')
 
 
 def task_reward(stop: StopReason, hidden_pass: bool | None) -> float | None:

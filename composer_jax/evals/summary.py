@@ -27,9 +27,9 @@ def summarize(rows: Sequence[Row], samples_per_task: int, seed: int = 0,
   Returns:
     `tasks, samples, invalid, tasks_without_verdict, pass_at_1, ci95 [lo, hi], best_of_K (say
     `best_of_8`), best_of_ci95 [lo, hi], best_of_tasks, pass_at {k: x}`; means per attempt
-    `tokens_per_task` (sampled), `total_tokens_per_task`, `calls_per_task`; `stop_reasons {reason: n}`; and `by_mutation`, a
-    table {mutation class: {scored_tasks, pass_at_1, ci95, best_of_K, ...}}.  Figures of no data
-    are None.
+    `tokens_per_task` (sampled), `total_tokens_per_task`, `calls_per_task`; `stop_reasons
+    {reason: n}`; and `by_mutation`, a table {mutation class: {scored_tasks, pass_at_1, ci95,
+    best_of_K, ...}}.  Figures of no data are None.
   """
   valid = [row for row in rows if row['valid']]
   summary = {

@@ -120,6 +120,7 @@ def test_mutations_by_hand():
 def test_borrowing_the_original_is_contraband():
   item = level('l1', 'train', 1)[0]
   assert not contraband(item, {**item.files, **item.solution})
-  for line in ('from bisect import *', '__import__("heapq")', 'exec(open("/usr/lib/x").read())'):
+  for line in ('from bisect import *', '__import__("heapq")', 'exec(open("/usr/lib/x").read())',
+               'commonprefix = os.path.commonprefix', 'f = getattr(os, "pa" + "th").join'):
     path = item.entry
     assert contraband(item, {path: line + '\n' + item.files[path]}).startswith(path)
