@@ -111,12 +111,14 @@ class Comparison:
   @property
   def text(self) -> str:
     """The difference and what has changed since, in one line."""
-    what = (f'log-probs under the parameters of {self.stage} differ by {self.gap:.1e} nats'
-            if not math.isinf(self.gap) else 'the tokenizer gives other tokens')
+    what = 'the golden prompts have other tokens now'
+    if not math.isinf(self.gap):
+      what = (f'log-probs under the parameters of {self.stage} differ by {self.gap:.1e} nats from '
+              'the kept ones')
     changed = [f'{name} was {self.then.get(name, "absent")} and is {self.now.get(name, "absent")}'
                for name in sorted(self.then | self.now)
                if self.then.get(name) != self.now.get(name)]
-    return f'{what} from the kept ones; {", ".join(changed) or "versions and device are the same"}'
+    return f'{what}; {", ".join(changed) or "versions and device are the same"}'
 
 
 def keep(context: Context) -> None:

@@ -72,8 +72,8 @@ def test_heldout_loss_is_that_of_demonstrations_one_by_one(smoke_run, results):
   tokens, trainable, valid = (np.zeros((6, 256), int) for _ in range(3))
   for row, trace in enumerate(traces):
     ids = [token for segment in trace['segments'] for token in segment]
-    flags = [flag for segment, flag in zip(trace['segments'], trace['trainable'], strict=True)
-             for _ in segment]
+    pairs = zip(trace['segments'], trace['trainable'], strict=True)
+    flags = [flag is True for segment, flag in pairs for _ in segment]
     tokens[row, :len(ids)], trainable[row, :len(ids)], valid[row, :len(ids)] = ids, flags, 1
   model = api.load(smoke_run, stage='sft')
   logits = np.float64(model.forward(model.params, tokens, segment_ids=valid).logits)
