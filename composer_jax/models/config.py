@@ -104,9 +104,8 @@ class ModelConfig:
                  'n_group', 'topk_group', 'scan_unroll'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name} must be at least 1, got {getattr(self, name)}')
-    if not 0 <= self.first_k_dense_replace < self.num_hidden_layers:
-      raise ValueError('first_k_dense_replace must be at least 0 and below num_hidden_layers: the '
-                       'family has MoE layers')
+    if not 0 <= self.first_k_dense_replace <= self.num_hidden_layers:
+      raise ValueError('first_k_dense_replace must be between 0 and num_hidden_layers')
     if self.qk_rope_head_dim < 2 or self.qk_rope_head_dim % 2:
       raise ValueError(f'qk_rope_head_dim must be even, got {self.qk_rope_head_dim}')
     if self.num_nextn_predict_layers not in (0, 1):

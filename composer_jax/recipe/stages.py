@@ -329,6 +329,8 @@ def check(recipe: Recipe) -> None:
   Raises:
     UserError: a mixture names a source that the corpus does not have, or rows are too short.
   """
+  if not recipe.model.num_moe_layers:
+    raise UserError('config.model.first_k_dense_replace: leaves no MoE layer to train')
   known = [*recipe.data.sources, FUNCTIONS]
   for name in ('cpt', 'long_context'):
     stage: StageConfig = getattr(recipe, name)

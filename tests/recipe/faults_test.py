@@ -42,6 +42,13 @@ def contents(folder):
     ('model.vocab_size=512', ['vocab_size', '512', '384']),
     ('rl.row_len=64', ['rl.row_len', '64', '256']),
     ("stages=('cpt','dessert')", ['stages', 'dessert']),
+    ('tasks.l0.hidden_cases=0', ['tasks.l0', 'hidden_cases']),
+    ('tasks.l0.limits.max_calls=0', ['limits', 'above 0']),
+    ('sampler.cache_views=(0,)', ['sampler', 'cache_views']),
+    ('sampler.max_len=512', ['sampler.max_len', '512', '256']),
+    ('model.num_hidden_layers=1', ['first_k_dense_replace', 'no MoE layer']),
+    ('cpt.optimizer.final_fraction=-3.0', ['cpt.optimizer', 'final_fraction']),
+    ('cpt.mixture.functions=-1.0', ['cpt.mixture', 'negative']),
 ])
 def test_a_wrong_config_is_refused_before_anything_is_written(fails, tmp_path, override, words):
   folder = tmp_path / 'run'
@@ -52,6 +59,7 @@ def test_a_wrong_config_is_refused_before_anything_is_written(fails, tmp_path, o
 
 def test_a_stage_that_is_none(fails, tmp_path):
   assert 'dessert' in fails(tmp_path / 'run', '--stages=dessert')
+  assert 'names no stage' in fails(tmp_path / 'run', '--stages=')
 
 
 def test_a_stage_whose_foundation_is_missing(fails, tmp_path):
