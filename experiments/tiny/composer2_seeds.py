@@ -14,10 +14,9 @@ from tiny import composer2
 
 
 def get_config() -> ConfigDict:
-  """Returns the demo's config with less SFT, so that best-of-8 has room to rise, and more RL."""
+  """Returns the demo's config with more RL."""
   config = composer2.get_config()
-  config.sft.steps = 260
-  config.rl.steps = 120
+  config.rl.steps = 100
   return config
 
 
