@@ -17,11 +17,8 @@ AMOUNTS = {'small': 40, 'medium': 120, 'large': 360}
 
 
 def get_config() -> ConfigDict:
-  """Returns the demo's config with shorter RL and a smaller evaluation."""
-  config = composer2.get_config()
-  config.rl.steps = 50
-  config.eval.samples_per_task = 4
-  return config
+  """Returns the config that the trials change."""
+  return composer2.ablation()
 
 
 def get_sweep() -> Iterator[dict]:

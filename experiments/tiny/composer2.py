@@ -33,6 +33,14 @@ def get_config() -> ConfigDict:
   return config
 
 
+def ablation() -> ConfigDict:
+  """Returns the demo's config with shorter RL and a smaller evaluation, the base of ablations."""
+  config = get_config()
+  config.rl.steps = 50
+  config.eval.samples_per_task = 4
+  return config
+
+
 def model() -> dict:
   """Returns the shape: every part of Kimi K2.5, small."""
   return {
