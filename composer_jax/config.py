@@ -24,25 +24,24 @@ def build(cls: type[T], mapping: Mapping[str, Any], path: str = 'config') -> T:
 
   Args:
     cls: dataclass type; nested dataclasses, `X | None`, lists, tuples and dicts are followed.
-    mapping: the values; fields left out take the dataclass default.
+    mapping: the values; fields left out take the dataclass default. Mappings inside are put in
+      the order of their keys.
     path: where the mapping sits, for messages.
 
   Raises:
     UserError: an unknown key (with the nearest known one), a missing key, or a wrong type.
   """
   hints = typing.get_type_hints(cls)
-  names = [f.name for f in dataclasses.fields(cls) if f.init]
+  fields = [f for f in dataclasses.fields(cls) if f.init]
+  names = [f.name for f in fields]
   for key in mapping:
     if key not in names:
       raise UserError(f'{path}.{key}: unknown key{nearest(key, names)}')
   values = {}
-  for field in dataclasses.fields(cls):
+  for field in fields:
     where = f'{path}.{field.name}'
-    if field.name in mapping:
-      values[field.name] = _convert(hints[field.name], mapping[field.name], where)
-    elif (field.default is dataclasses.MISSING
-          and field.default_factory is dataclasses.MISSING):
-      raise UserError(f'{where}: missing, and it has no default')
+    value = mapping[field.name] if field.name in mapping else _default(field, where)
+    values[field.name] = _convert(hints[field.name], value, where)
   try:
     return cls(**values)
   except ValueError as error:
@@ -73,6 +72,15 @@ def fingerprint(value: Any) -> str:
   return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def _default(field: dataclasses.Field, where: str) -> Any:
+  """Returns a field's default as it would be written in a config."""
+  if field.default_factory is not dataclasses.MISSING:
+    return as_dict(field.default_factory())
+  if field.default is dataclasses.MISSING:
+    raise UserError(f'{where}: missing, and it has no default')
+  return as_dict(field.default)
+
+
 def _convert(hint: Any, value: Any, where: str) -> Any:
   """Converts one value to its annotated type; see `build`."""
   origin = typing.get_origin(hint)
@@ -97,7 +105,9 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if not hasattr(value, 'items'):
       raise _wrong_type(where, 'a mapping', value)
     item = typing.get_args(hint)[1] if typing.get_args(hint) else Any
-    return {str(k): _convert(item, v, f'{where}.{k}') for k, v in value.items()}
+    # Equal configs must draw equal numbers, and a draw may walk through a mapping: the order in
+    # which someone wrote it down, or a JSON file kept it, is not part of a config.
+    return {str(k): _convert(item, v, f'{where}.{k}') for k, v in sorted(value.items())}
   return _convert_scalar(hint, value, where)
 
 

@@ -111,6 +111,19 @@ def test_fingerprint_ignores_order_and_container_kind():
   assert len(fingerprint({})) == 12
 
 
+def test_mappings_have_one_order():
+  section = build(Section, {'weights': {'b': 1.0, 'a': 2.0}})
+  assert list(section.weights) == ['a', 'b']
+
+  @dataclasses.dataclass(frozen=True)
+  class Outer:
+    inner: Section = Section(weights={'b': 1.0, 'a': 2.0})
+    weights: dict[str, float] = dataclasses.field(default_factory=lambda: {'d': 1.0, 'c': 2.0})
+
+  outer = build(Outer, {})
+  assert list(outer.inner.weights) == ['a', 'b'] and list(outer.weights) == ['c', 'd']
+
+
 def test_nearest():
   assert nearest('stpes', ['steps', 'lr']) == ' (did you mean steps?)'
   assert nearest('zzz', ['steps', 'lr']) == ' (there are: lr, steps)'

@@ -76,6 +76,16 @@ def test_same_seed_same_task_other_seed_other_task():
   assert len({t.id for t in first}) == 20
 
 
+def test_order_of_the_weights_does_not_matter():
+  weights = l0.L0Config().mutation_weights
+  other = l0.L0Config(mutation_weights=dict(sorted(weights.items())))
+  reverse = l0.L0Config(mutation_weights=dict(reversed(weights.items())))
+  for index in range(20):
+    task = l0.generate(l0.L0Config(), 'train', 0, index)
+    assert l0.generate(other, 'train', 0, index) == task
+    assert l0.generate(reverse, 'train', 0, index) == task
+
+
 def test_thousands_of_distinct_tasks():
   tasks = taskset.load(CONFIG, 'train', 2000, 0)
   assert len({(t.instruction, t.files['main.py']) for t in tasks}) > 1950

@@ -66,8 +66,8 @@ def generate(config: L0Config, split: str, seed: int, index: int) -> Task:
     index: 0, 1, 2, ...; there is no upper end.
   """
   rng = random.Random(f'l0/{split}/{seed}/{index}')
-  mutation = rng.choices(list(config.mutation_weights),
-                         list(config.mutation_weights.values()))[0]
+  classes = functions.MUTATION_CLASSES  # in this order, however the weights are written down
+  mutation = rng.choices(classes, [config.mutation_weights.get(c, 0) for c in classes])[0]
   pool = functions.keys_with(split, mutation)
   while True:
     gold = functions.program(rng.choice(pool))
