@@ -8,7 +8,7 @@ batch, and nothing runs in another process or thread.
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import grain
 import numpy as np
@@ -25,18 +25,16 @@ class Loader(Iterator[Batch]):
 
   Attributes:
     rows: source -> its packed rows.
-    dropped: traces left out because they are longer than a row.
   """
 
   def __init__(self, rows: Mapping[str, Rows], shares: Mapping[str, float], batch_size: int,
-               seed: int, dropped: int = 0):
+               seed: int):
     """Mixes rows of each source by `shares`, `batch_size` rows at a time.
 
     Shares count rows: a share of 0.25 is every fourth row, hence (up to padding) every fourth
     token, whatever the lengths of the documents.
     """
     self.rows = dict(rows)
-    self.dropped = dropped
     parts = []
     for number, name in enumerate(shares):
       part = grain.MapDataset.range(len(self.rows[name])).map(_Tag(name))
@@ -94,8 +92,7 @@ def cpt_loader(mixture: Mapping[str, float], corpus_dir: str | pathlib.Path, bat
 
 
 def trace_loader(traces: str | pathlib.Path | Sequence[str | pathlib.Path], batch_size: int,
-                 seq_len: int, seed: int, *, context_weight: float = 0.0,
-                 long_traces: Literal['error', 'drop'] = 'error') -> Loader:
+                 seq_len: int, seed: int, *, context_weight: float = 0.0) -> Loader:
   """Returns batches of recorded agent traces for SFT.
 
   The ids and the role mask are those of the live run, never a second rendering.
@@ -109,15 +106,13 @@ def trace_loader(traces: str | pathlib.Path | Sequence[str | pathlib.Path], batc
     seed: packing order, shuffling.
     context_weight: loss weight of prompt and tool results; the model's own tokens weigh 1, those
       that must not be learnt 0.
-    long_traces: what to do with a trace longer than `seq_len`: stop, or leave it out.
 
   Raises:
-    UserError: a file is missing, malformed or empty, or a trace is too long.
+    UserError: a file is missing or malformed, there is no trace, or one is too long.
   """
   paths = [traces] if isinstance(traces, str | pathlib.Path) else list(traces)
-  sequences, dropped = _trace_sequences(paths, seq_len, context_weight, long_traces)
-  rows = {'traces': Rows(sequences, seq_len, seed)}
-  return Loader(rows, {'traces': 1.0}, batch_size, seed, dropped)
+  rows = {'traces': Rows(_trace_sequences(paths, seq_len, context_weight), seq_len, seed)}
+  return Loader(rows, {'traces': 1.0}, batch_size, seed)
 
 
 def trace_batches(path: str | pathlib.Path, batch_size: int, seq_len: int) -> list[Batch]:
@@ -134,26 +129,22 @@ def trace_batches(path: str | pathlib.Path, batch_size: int, seq_len: int) -> li
   Raises:
     UserError: the file is missing, malformed or empty, or a trace is too long.
   """
-  sequences, _ = _trace_sequences([path], seq_len, 0.0, 'error')
-  return _in_order(Rows(sequences, seq_len, seed=None), batch_size)
+  return _in_order(Rows(_trace_sequences([path], seq_len, 0.0), seq_len, seed=None), batch_size)
 
 
-def _trace_sequences(paths: Sequence[str | pathlib.Path], seq_len: int, context_weight: float,
-                     long_traces: Literal['error', 'drop']) -> tuple[TraceSequences, int]:
-  """Returns the traces of all files with their loss weights, and how many were left out."""
-  ids, weights, dropped = [], [], 0
+def _trace_sequences(paths: Sequence[str | pathlib.Path], seq_len: int, context_weight: float
+                     ) -> TraceSequences:
+  """Returns the traces of all files with their loss weights."""
+  ids, weights = [], []
   for path in paths:
     for name, trace_ids, own, context in read_traces(path):
       if len(trace_ids) > seq_len:
-        if long_traces == 'error':
-          raise UserError(f'{path}: trace {name} has {len(trace_ids)} tokens, seq_len is {seq_len}')
-        dropped += 1
-        continue
+        raise UserError(f'{path}: trace {name} has {len(trace_ids)} tokens, seq_len is {seq_len}')
       ids.append(trace_ids)
       weights.append(own.astype(np.float32) + np.float32(context_weight) * context)
   if not ids:
-    raise UserError(f'{", ".join(map(str, paths))}: no trace of at most {seq_len} tokens')
-  return TraceSequences(ids, weights), dropped
+    raise UserError(f'{", ".join(map(str, paths))}: no traces')
+  return TraceSequences(ids, weights)
 
 
 def read_traces(path: str | pathlib.Path

@@ -124,10 +124,3 @@ def shift(tokens: Int[np.ndarray, 'n'], token_weights: Float[np.ndarray, 'n']
   targets[:-1] = tokens[1:]
   weights[:-1] = token_weights[1:]
   return targets, weights
-
-
-def fill_fraction(lengths: Sequence[int] | Int[np.ndarray, 'n'], rows: Rows,
-                  row_len: int) -> float:
-  """Returns the share of the rows' places that hold a token."""
-  used = sum(int(lengths[i]) for row in rows for i in row)
-  return used / (len(rows) * row_len) if rows else 0.0

@@ -64,7 +64,7 @@ class Taskset(Sequence[Task]):
 def load(config: TasksetConfig, split: str, count: int, seed: int) -> Taskset:
   """Returns `count` tasks of a split.
 
-  L0 tasks are right by construction; admit L1 and L2 tasks with `tasks.validate.admit` before use.
+  L0 tasks are right by construction; put L1 and L2 tasks through `tasks.validate` before use.
 
   Args:
     config: level and its settings.

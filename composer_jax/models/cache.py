@@ -26,10 +26,6 @@ class Cache:
   latent: tuple[Float[Array, 'N M C+R'], ...]
   length: Int[Array, 'N']
 
-  def reset(self, slots: Bool[Array, 'N']) -> 'Cache':
-    """Returns the cache with the slots marked True emptied."""
-    return dataclasses.replace(self, length=jnp.where(slots, 0, self.length))
-
 
 def init_cache(config: config_lib.ModelConfig, slots: int, max_len: int) -> Cache:
   """Returns an empty cache.

