@@ -16,8 +16,8 @@ MODULE = 'main'
 
 
 def _default_weights() -> dict[str, float]:
-  return {'cond': 0.14, 'expr': 0.14, 'post': 0.14, 'aug': 0.14, 'rv': 0.14, 'init': 0.2,
-          'else': 0.1}
+  return {'cond': 0.2, 'expr': 0.15, 'post': 0.17, 'aug': 0.12, 'rv': 0.12, 'init': 0.16,
+          'else': 0.08}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +26,9 @@ class L0Config:
 
   Attributes:
     mutation_weights: relative frequency of each mutation class; the class is drawn first and the
-      function after it, so the mix is exactly this one. A class that demonstrations hardly teach
-      is the one reinforcement learning forgets: the classes are even, but for `else`, which few
-      functions have, and `init`, which is the last one learnt (see experiments/LOG.md).
+      function after it, so the mix is exactly this one. Reinforcement learning forgets a class that
+      demonstrations hardly teach, hence more of the classes that are learnt last (`init`, `cond`,
+      `post`); see experiments/LOG.md.
     visible_cases: cases that `run_tests` runs; at least one fails before the repair.
     hidden_cases: cases that decide, none of them among the visible ones.
     min_items: shortest input list.
