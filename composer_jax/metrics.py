@@ -12,6 +12,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from composer_jax.files import replacing
+
 _NON_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
 
@@ -37,7 +39,8 @@ class MetricsLog:
       if resume_step is None or row['step'] <= resume_step:
         kept.append(row)
         self._last.update((name, row['step']) for name in row if name != 'step')
-    _replace(self.path, kept)
+    with replacing(self.path) as file:
+      file.writelines(_text(row) + '\n' for row in kept)
     self._file = self.path.open('ab', buffering=0)
 
   def append(self, step: int, **values: Any) -> None:
@@ -51,8 +54,8 @@ class MetricsLog:
     Raises:
       ValueError: a metric already has a row at this step or a later one.
     """
-    row = {'step': int(step)} | {name: _plain(value) for name, value in values.items()}
-    line = json.dumps(row, allow_nan=False)
+    row = {'step': int(step)} | values
+    line = _text(row)
     with self._lock:
       for name in values:
         if self._last.get(name, -1) >= row['step']:
@@ -107,13 +110,9 @@ def read(path: str | os.PathLike) -> list[dict[str, Any]]:
   return rows
 
 
-def _replace(path: Path, rows: list[dict[str, Any]]) -> None:
-  """Writes the rows so that a crash leaves either the old file or the new one."""
-  part = path.with_name(path.name + '.part')
-  with part.open('w', encoding='utf-8') as file:
-    for row in rows:
-      file.write(json.dumps({k: _plain(v) for k, v in row.items()}, allow_nan=False) + '\n')
-  part.replace(path)
+def _text(row: dict[str, Any]) -> str:
+  """Returns the row as JSON."""
+  return json.dumps({name: _plain(value) for name, value in row.items()}, allow_nan=False)
 
 
 def _plain(value: Any) -> bool | int | float | str | None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LEAVES = {'config', 'metrics', 'batch', 'errors', 'progress', 'redact', 'profiling', 'stopping'}
+LEAVES = {'config', 'metrics', 'batch', 'errors', 'files', 'progress', 'redact', 'profiling',
+          'stopping'}
 
 # Package (or module) of composer_jax -> the others it may import, besides the leaves.
 ALLOWED = {

@@ -111,6 +111,13 @@ def test_fingerprint_ignores_order_and_container_kind():
   assert len(fingerprint({})) == 12
 
 
+def test_text_is_a_list_where_one_is_wanted():
+  assert build(Section, {'names': 'a, b'}).names == ['a', 'b']
+  assert build(Section, {'names': 'a'}).names == ['a']
+  with pytest.raises(UserError, match=r"widths\[0\]: expected int, got str '1'"):
+    build(Section, {'widths': '1,2'})  # numbers are no text
+
+
 def test_mappings_have_one_order():
   section = build(Section, {'weights': {'b': 1.0, 'a': 2.0}})
   assert list(section.weights) == ['a', 'b']

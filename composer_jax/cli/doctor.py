@@ -50,13 +50,13 @@ def main(args: arguments.Arguments) -> None:
     facts['parameters'] = parameters(args.flags.model)
     _print_parameters(args.flags.model, facts['parameters'])
   if workdir:
-    facts['log-probs'] = logprobs(workdir)
-    _print_section('log-probs', facts['log-probs'])
+    facts['log_probs'] = logprobs(workdir)
+    _print_section('log_probs', facts['log_probs'])
   args.write_json(facts)
-  if workdir and not facts['log-probs']['ok']:
+  if workdir and not facts['log_probs']['ok']:
     raise NumericsError(f'log-probs differ: training against sampling path '
-                        f'{facts["log-probs"]["paths_gap"]:.1e} nats; '
-                        f'{facts["log-probs"]["golden"]}')
+                        f'{facts["log_probs"]["paths_gap_nats"]:.1e} nats; '
+                        f'{facts["log_probs"]["golden"]}')
   if not facts['sandbox']['ok']:
     raise InfrastructureError(f'no sandbox support: {facts["sandbox"]["reason"]}; '
                               f'{facts["sandbox"]["how_to_install"]}')
@@ -105,7 +105,7 @@ def logprobs(workdir: Path) -> dict[str, Any]:
   """Compares the log-probs of the golden prompts along both paths and with the kept ones.
 
   Returns:
-    `paths_gap` and `golden_gap` in nats, `golden` (the latter in words), and `ok`.
+    `paths_gap_nats`, `golden_gap_nats`, `golden` (the latter in words), and `ok`.
 
   Raises:
     UserError: the folder holds no run, or none of its stages has finished.
@@ -117,7 +117,7 @@ def logprobs(workdir: Path) -> dict[str, Any]:
   if comparison is None:
     raise UserError(f'{workdir}: no stage has finished')
   paths_gap = golden.paths_gap(context, comparison.stage)
-  return {'paths_gap': paths_gap, 'golden_gap': comparison.gap, 'golden': comparison.text,
+  return {'paths_gap_nats': paths_gap, 'golden_gap_nats': comparison.gap, 'golden': comparison.text,
           'ok': comparison.ok and paths_gap < golden.PATHS_TOLERANCE}
 
 

@@ -28,6 +28,7 @@ from composer_jax.data import compression, sources
 from composer_jax.data import tokenizer as tokenizer_lib
 from composer_jax.data.config import CorpusConfig
 from composer_jax.errors import InfrastructureError, UserError
+from composer_jax.files import replacing
 from composer_jax.progress import Progress, progress
 
 SPLITS = ('train', 'heldout')
@@ -316,13 +317,10 @@ def _check_names(config: CorpusConfig, extra_documents: ExtraDocuments) -> None:
 
 def _write(path: pathlib.Path, text: str) -> None:
   path.parent.mkdir(parents=True, exist_ok=True)
-  temporary = path.with_name(path.name + '.tmp')
-  temporary.write_text(text)
-  os.replace(temporary, path)
+  with replacing(path) as file:
+    file.write(text)
 
 
 def _save(path: pathlib.Path, array: np.ndarray) -> None:
-  temporary = path.with_name(path.name + '.tmp')
-  with temporary.open('wb') as file:
+  with replacing(path, 'wb') as file:
     np.save(file, array)
-  os.replace(temporary, path)

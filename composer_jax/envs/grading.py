@@ -3,14 +3,16 @@
 A grading sandbox is wiped, gets the final files and the *expressions* of the cases, and answers
 with texts; expected values stay in this process, where the texts are compared. So nothing that the
 candidate can do (exit, print, patch builtins, forge its answers) tells it what to answer. A
-candidate that dies, hangs or floods fails; when a sandbox breaks, another one is tried, and then an
+candidate that dies or floods fails, and so does one that hangs, twice: the first time it may have
+been the machine that stood still. When a sandbox breaks, another one is tried, and then an
 infrastructure failure is reported, which is no verdict.
 """
 
 import collections
 from collections.abc import Mapping, Sequence
 
-from composer_jax.envs.sandbox import Sandbox, SandboxError, SandboxPool
+from composer_jax.envs.sandbox import LATE, Sandbox, SandboxError, SandboxPool
+from composer_jax.envs.tools.registry import wire
 from composer_jax.envs.types import Case, Request
 from composer_jax.errors import InfrastructureError
 
@@ -31,6 +33,7 @@ class Grading:
     self._grader, self._request, self._cases = grader, request, cases
     self._sandbox: Sandbox | None = None
     self._errors: list[str] = []
+    self._late = False
 
   def poll(self) -> bool | None:
     """Returns whether all cases passed, None while that is not known.
@@ -98,6 +101,9 @@ class Grading:
     self.passed, self.detail = False, f'files refused: {response["message"]}'
 
   def _judge(self, response: Mapping) -> None:
+    if LATE in response['reprs'] and not self._late:
+      self._late = True  # no verdict yet: the grader starts it again
+      return
     self.reprs = response['reprs']
     answers = zip(self._cases, self.reprs, response['messages'], strict=True)
     wrong = [(c, got, why) for c, got, why in answers if got != c.expected_repr]
@@ -141,9 +147,9 @@ class Grader:
     """
     if not cases:
       raise ValueError('nothing to grade: no cases')
-    wire = [{'module': c.module, 'setup': c.setup, 'expr': c.expr} for c in cases]
     timeout = self._timeout_s if timeout_s is None else timeout_s
-    request = {'op': 'run_cases', 'cases': wire, 'timeout': timeout, 'files': dict(files)}
+    request = {'op': 'run_cases', 'cases': [wire(c) for c in cases], 'timeout': timeout,
+               'files': dict(files)}
     grading = Grading(self, request, tuple(cases))
     self._waiting.append(grading)
     self._fill()

@@ -18,15 +18,13 @@ BEHAVIOUR_PARTS = ('edits', 'call_errors', 'no_change_edits', 'test_runs', 'repe
 
 _NO_VERDICT = {StopReason.ABORTED, StopReason.INFRASTRUCTURE}
 _WAYS_OUT = re.compile(
-  r'\b(import|__import__|importlib|exec|eval|compile|open|globals|vars|getattr|__builtins__|__dict__'
+  r'\b(import|importlib|exec|eval|compile|open|globals|vars|getattr|__(?!name__\b|class__\b)\w+__'
   r'|sys|runpy|ctypes|os\s*\.\s*path|posixpath|ntpath|genericpath)\b')
 
 
 def task_reward(stop: StopReason, hidden_pass: bool | None) -> float | None:
-  """Returns 1, 0 or None (no verdict); `hidden_pass` is None when grading did not take place."""
+  """Returns 1, 0 or None (no verdict); `hidden_pass` is None when the agent did not finish."""
   if stop in _NO_VERDICT:
-    return None
-  if stop == StopReason.FINISHED and hidden_pass is None:
     return None
   return float(stop == StopReason.FINISHED and bool(hidden_pass))
 
@@ -41,8 +39,6 @@ def failure_class(stop: StopReason, hidden_pass: bool | None) -> FailureClass | 
     return FailureClass.AGENT
   if stop != StopReason.FINISHED:
     return FailureClass.BUDGET
-  if hidden_pass is None:
-    return FailureClass.GRADER
   return None if hidden_pass else FailureClass.AGENT
 
 

@@ -61,6 +61,12 @@ class Taskset(Sequence[Task]):
     return level.generate(getattr(self.config, self.config.level), self.split, self.seed, index)
 
 
+def available(config: TasksetConfig, split: str) -> int | None:
+  """Returns how many tasks of the config's level a split has, None where there is no end."""
+  most = {'l0': None, 'l1': l1.available, 'l2': l2.available}[config.level]
+  return most(split) if most else None
+
+
 def load(config: TasksetConfig, split: str, count: int, seed: int) -> Taskset:
   """Returns `count` tasks of a split.
 
@@ -77,7 +83,7 @@ def load(config: TasksetConfig, split: str, count: int, seed: int) -> Taskset:
   """
   if split not in SPLITS:
     raise UserError(f'split: {split!r} is not one of {", ".join(SPLITS)}')
-  limit = _limit(config, split)
+  limit = available(config, split)
   if count < 1 or (limit is not None and count > limit):
     there = f'; there are {limit} {config.level} tasks in {split}' if limit is not None else ''
     raise UserError(f'count: {count}{there}')
@@ -90,12 +96,7 @@ def everything(config: TasksetConfig, split: str, seed: int) -> Taskset:
   Raises:
     UserError: an unknown split, or level `l0`, which has no end.
   """
-  limit = _limit(config, split) if split in SPLITS else None
+  limit = available(config, split) if split in SPLITS else None
   if limit is None:
     raise UserError(f'level {config.level}, split {split}: has no end, or does not exist')
   return load(config, split, limit, seed)
-
-
-def _limit(config: TasksetConfig, split: str) -> int | None:
-  most = {'l0': None, 'l1': l1.available, 'l2': l2.available}[config.level]
-  return most(split) if most else None

@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from composer_jax.config import fingerprint
@@ -15,6 +15,7 @@ from composer_jax.envs.harness import ChatRenderer, Episode, GraderLike
 from composer_jax.envs.tools.registry import NO_CHANGE
 from composer_jax.envs.types import Task
 from composer_jax.errors import InfrastructureError, UserError
+from composer_jax.files import replacing
 
 _TRIES = 3
 
@@ -75,9 +76,10 @@ def write_traces(path: str | os.PathLike, tasks: Sequence[Task], pool: Pool, gra
   if path.exists():
     return _stats(_read(path, source), 0)
   path.parent.mkdir(parents=True, exist_ok=True)
-  partial = path.with_name(path.name + '.partial')
+  partial = _partial(path)
   rows = {row['index']: row for row in _read(partial, source)} if partial.exists() else {}
-  _write(partial, rows.values())  # drops the half line that a kill may have left
+  with replacing(partial) as stream:  # without the half line that a kill may have left
+    stream.writelines(_line(row) for row in rows.values())
   discarded = 0
   with open(partial, 'a', encoding='utf-8') as stream:
     todo = [i for i in range(count) if i not in rows]
@@ -101,9 +103,21 @@ def write_traces(path: str | os.PathLike, tasks: Sequence[Task], pool: Pool, gra
       f'{trace.task_id}, {trace.error or trace.stop_reason}): the sandbox or the tasks are broken; '
       f'{len(rows)} solved ones are kept in {partial}, and the next start plays the rest')
   ordered = [rows[i] for i in range(count)]
-  _write(partial, ordered)
+  with replacing(partial) as stream:
+    stream.writelines(_line(row) for row in ordered)
   os.replace(partial, path)
   return _stats(ordered, discarded)
+
+
+def rows_kept(path: str | os.PathLike) -> int:
+  """Returns how many rows earlier calls of `write_traces` have left, finished or not."""
+  path = pathlib.Path(path)
+  files = [f for f in (path, _partial(path)) if f.exists()]
+  return files[0].read_bytes().count(b'\n') if files else 0
+
+
+def _partial(path: pathlib.Path) -> pathlib.Path:
+  return path.with_name(path.name + '.partial')
 
 
 def _sample_of(tasks: Sequence[Task]) -> list[Any]:
@@ -150,16 +164,6 @@ def _stats(rows: Sequence[dict[str, Any]], discarded: int) -> TraceStats:
 
 def _line(value: dict[str, Any]) -> str:
   return json.dumps(value, separators=(',', ':')) + '\n'
-
-
-def _write(path: pathlib.Path, rows: Iterable[dict[str, Any]]) -> None:
-  """Writes a whole file through a temporary one."""
-  temporary = path.with_name(path.name + '.tmp')
-  with open(temporary, 'w', encoding='utf-8') as stream:
-    stream.writelines(_line(row) for row in rows)
-    stream.flush()
-    os.fsync(stream.fileno())
-  os.replace(temporary, path)
 
 
 def _read(path: pathlib.Path, source: str) -> list[dict[str, Any]]:

@@ -30,10 +30,8 @@ class FailureClass(enum.StrEnum):
   """Who is to blame when an episode did not earn its reward."""
 
   AGENT = 'agent'  # wrong or hostile answer
-  TASK = 'task'  # the task itself is broken (its own gold fails)
-  INFRA = 'infra'  # sandbox broken or gone
+  INFRA = 'infra'  # sandbox or grader broken or gone
   BUDGET = 'budget'  # calls, tokens or context ran out
-  GRADER = 'grader'  # the grading process failed for a reason outside the agent's files
 
 
 class CallErrorClass(enum.StrEnum):
@@ -43,7 +41,6 @@ class CallErrorClass(enum.StrEnum):
   BAD_ARGUMENTS = 'bad_arguments'
   NOT_FOUND = 'not_found'
   NOT_ALLOWED = 'not_allowed'
-  TIMEOUT = 'timeout'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 from composer_jax.config import fingerprint
 from composer_jax.errors import UserError
+from composer_jax.files import replacing
 
 Row = dict[str, Any]
 
@@ -41,12 +42,14 @@ class RowFile:
       rows = [json.loads(line) for line in _whole_lines(self._path)]
       self.rows = [row for row in rows if row['valid']]
       if len(self.rows) < len(rows):
-        _replace(self._path, ''.join(json.dumps(row) + '\n' for row in self.rows))
+        with replacing(self._path) as file:
+          file.writelines(json.dumps(row) + '\n' for row in self.rows)
     else:
       self._path.parent.mkdir(parents=True, exist_ok=True)
       # The order keeps a crash harmless: the marker is written last and whole.
       self._path.write_text('')
-      _replace(marker, json.dumps(name))
+      with replacing(marker) as file:
+        json.dump(name, file)
 
   def append(self, row: Row) -> None:
     """Adds a row; it has left this process when this returns."""
@@ -54,13 +57,6 @@ class RowFile:
     if self._path is not None:
       with self._path.open('a') as file:
         file.write(json.dumps(row) + '\n')
-
-
-def _replace(path: pathlib.Path, text: str) -> None:
-  """Writes a whole file at once."""
-  draft = path.with_suffix('.tmp')
-  draft.write_text(text)
-  draft.replace(path)
 
 
 def _whole_lines(path: pathlib.Path) -> list[str]:

@@ -51,7 +51,6 @@ def evaluate(
     seed: int = 0,
     bootstrap_samples: int = 10_000,
     folder: str | pathlib.Path | None = None,
-    identity: Any = None,
     description: str = 'eval',
     on_trace: Callable[[Trace, Rollout], None] | None = None,
 ) -> EvalResult:
@@ -69,8 +68,6 @@ def evaluate(
     seed: of sampling and bootstrap; the same seed gives the same attempts, up to rounding.
     bootstrap_samples: resamplings of the tasks behind the intervals.
     folder: takes `rows.jsonl`; a restarted evaluation keeps the finished rows and goes on.
-    identity: name of the weights, to tell a restart from another evaluation; default: a hash of
-      all their bytes.
     description: of the progress bar.
     on_trace: sees every finished episode that has a verdict; after a kill, perhaps one twice.
 
@@ -94,7 +91,7 @@ def evaluate(
   file = RowFile(folder, {
       'model': as_dict(model_config), 'engine': as_dict(engine_config), 'seed': seed,
       'tasks': [task.id for task in tasks], 'samples': samples_per_task,
-      'weights': _digest(params) if identity is None else identity})
+      'weights': _digest(params)})
   run_rows(engine, params, tasks, samples_per_task, open_episode, file,
            description=description, on_trace=on_trace)
   order = {task.id: i for i, task in enumerate(tasks)}

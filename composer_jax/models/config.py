@@ -101,9 +101,16 @@ class ModelConfig:
   def __post_init__(self):
     for name in ('vocab_size', 'hidden_size', 'num_hidden_layers', 'num_attention_heads',
                  'kv_lora_rank', 'qk_nope_head_dim', 'v_head_dim', 'n_routed_experts',
-                 'n_group', 'topk_group', 'scan_unroll'):
+                 'n_group', 'topk_group', 'scan_unroll', 'intermediate_size',
+                 'moe_intermediate_size', 'max_position_embeddings'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name} must be at least 1, got {getattr(self, name)}')
+    for name in ('q_lora_rank', 'n_shared_experts', 'initializer_range'):
+      if getattr(self, name) < 0:
+        raise ValueError(f'{name} must be at least 0, got {getattr(self, name)}')
+    for name in ('rms_norm_eps', 'rope_theta'):
+      if getattr(self, name) <= 0:
+        raise ValueError(f'{name} must be above 0, got {getattr(self, name)}')
     if not 0 <= self.first_k_dense_replace <= self.num_hidden_layers:
       raise ValueError('first_k_dense_replace must be between 0 and num_hidden_layers')
     if self.qk_rope_head_dim < 2 or self.qk_rope_head_dim % 2:

@@ -4,7 +4,7 @@ from composer_jax.models import config as config_lib
 
 
 def tiny(vocab_size: int = 512) -> config_lib.ModelConfig:
-  """The demo's model: every part of Kimi K2.5 at a size two CPU cores train in minutes.
+  """A shape like the demo's: every part of Kimi K2.5 at a size two CPU cores train in minutes.
 
   Args:
     vocab_size: V.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_jax.envs.types import Task, Trace
+from composer_jax.files import replacing
 from composer_jax.rl import traces
 from composer_jax.rl.environment import outcome_of
 from composer_jax.rl.samples import Sample
@@ -48,4 +49,5 @@ def thin(path: Path) -> None:
     row = json.loads(line)
     key = row['task_id'], row['correct'] == 1
     kept[key] = min(kept.get(key, row), row, key=lambda row: row['id'])
-  traces.rewrite(path, (json.dumps(kept[key]) + '\n' for key in sorted(kept)))
+  with replacing(path) as file:
+    file.writelines(json.dumps(kept[key]) + '\n' for key in sorted(kept))

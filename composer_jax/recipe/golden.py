@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from composer_jax.config import build
 from composer_jax.errors import NumericsError
 from composer_jax.models.config import ModelConfig
 from composer_jax.recipe import versions
+from composer_jax.recipe.schema import TRAINING_STAGES
 from composer_jax.recipe.stages import Context
 from composer_jax.recipe.workdir import read_json, write_json
 
@@ -46,7 +47,6 @@ PROMPTS = (
   'größer → 大きい, naïve café ∑x² ≤ ∞\n',
 )
 _LENGTH = 48  # tokens of a prompt; longer ones are cut, so that there is one shape to compile
-_Stage = Literal['cpt', 'long_context', 'sft', 'rl']  # those that leave parameters, in order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Golden:
     prompts: one for each of `PROMPTS`.
   """
 
-  stage: _Stage
+  stage: str
   versions: dict[str, str]
   prompts: list[Prompt]
 
@@ -124,7 +124,7 @@ class Comparison:
 def keep(context: Context) -> None:
   """Writes the golden file from the first stage with parameters, if it can and is not there yet."""
   path = context.workdir / GOLDEN_FILE
-  finished = (s for s in get_args(_Stage) if (context.folder(s) / 'summary.json').exists())
+  finished = (s for s in TRAINING_STAGES if (context.folder(s) / 'summary.json').exists())
   stage = next(finished, None)
   if stage is not None and not path.exists():
     write_json(path, Golden(stage, _versions(), _measure(context, stage, PROMPTS)))

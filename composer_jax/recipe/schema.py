@@ -16,6 +16,11 @@ from composer_jax.rollout.engine import EngineConfig
 from composer_jax.train.config import StageConfig
 
 STAGES = ('data', 'cpt', 'long_context', 'sft', 'eval_sft', 'rl', 'eval_rl')
+SUPERVISED_STAGES = ('cpt', 'long_context', 'sft')
+TRAINING_STAGES = (*SUPERVISED_STAGES, 'rl')  # those that leave parameters
+# stage -> the one whose result it starts from
+STARTS_FROM = {'cpt': 'data', 'long_context': 'cpt', 'sft': 'long_context', 'eval_sft': 'sft',
+               'rl': 'sft', 'eval_rl': 'rl'}
 FUNCTIONS = 'functions'  # name of the in-domain source in `mixture`
 
 
@@ -131,6 +136,9 @@ class Recipe:
       raise ValueError(f'stages: {unknown[0]!r} is not one of {", ".join(STAGES)}')
     if not self.stages:
       raise ValueError(f'stages: is empty (there are: {", ".join(STAGES)})')
+    for stage in self.stages:
+      if STARTS_FROM.get(stage, stage) not in self.stages:
+        raise ValueError(f'stages: {stage} starts from {STARTS_FROM[stage]}, which is missing')
     if self.model.vocab_size != self.data.vocab_size:
       raise ValueError(f'model.vocab_size {self.model.vocab_size} differs from data.vocab_size '
                        f'{self.data.vocab_size}')

@@ -26,7 +26,7 @@ from composer_jax.evals import runner as eval_runner
 from composer_jax.models.config import ModelConfig
 from composer_jax.progress import progress
 from composer_jax.recipe import eval_traces
-from composer_jax.recipe.schema import FUNCTIONS, Recipe, resolve
+from composer_jax.recipe.schema import FUNCTIONS, SUPERVISED_STAGES, Recipe, resolve
 from composer_jax.recipe.workdir import read_json
 from composer_jax.rl import trainer as rl_trainer
 from composer_jax.rl.environment import EpisodeEnvironment
@@ -84,7 +84,7 @@ def open_run(folder: pathlib.Path) -> Context:
 
 def _model_at(recipe: Recipe, stage: str) -> ModelConfig:
   config = recipe.model
-  for name in ('cpt', 'long_context', 'sft'):
+  for name in SUPERVISED_STAGES:
     config = extend_context(config, getattr(recipe, name).rope_factor)
     if name == stage:
       break
@@ -101,8 +101,13 @@ def data(context: Context) -> dict[str, Any]:
   corpus = corpus_lib.build(
     recipe.data, context.data_dir, {FUNCTIONS: documents},
     tokenizer_samples=_tokenizer_samples(recipe),
-    extra_fingerprint=fingerprint([spec, recipe.tasks, seed]))
+    extra_fingerprint=fingerprint(_corpus_inputs(recipe)))
   return {'sources': corpus.manifest['sources'], 'vocab_size': corpus.manifest['vocab_size']}
+
+
+def _corpus_inputs(recipe: Recipe) -> list[Any]:
+  """Returns what the corpus depends on, beside `recipe.data`."""
+  return [recipe.functions, recipe.tasks, recipe.seed, min(recipe.traces.count, _TOKENIZER_TASKS)]
 
 
 def _tokenizer_samples(recipe: Recipe) -> Iterator[str]:
@@ -211,14 +216,11 @@ def demonstrate(context: Context, pool: SandboxPool, grader: Grader, split: str,
                 path: pathlib.Path) -> traces.TraceStats:
   """Writes `count` episodes of the expert to `path`, continuing what an earlier call began."""
   recipe, spec = context.recipe, context.recipe.traces
-  with progress(count, path.stem) as bar:
-    tasks = admitted(recipe, split, count, recipe.seed, grader)
-    done = 0
+  tasks = admitted(recipe, split, count, recipe.seed, grader)
+  with progress(count, path.stem, initial=traces.rows_kept(path)) as bar:
 
     def on_progress(rows: int) -> None:
-      nonlocal done
-      bar.update(rows - done)
-      done = rows
+      bar.update(rows - bar.done)
 
     return traces.write_traces(
       path, tasks, pool, grader, Renderer(context.corpus.tokenizer), seed=recipe.seed,
@@ -242,13 +244,19 @@ def rl(context: Context) -> dict[str, Any]:
           'dropped': result.dropped}
 
 
-def rl_tasks(recipe: Recipe, grader: Grader) -> Sequence[Task]:
-  """The RL tasks: train split, a generator seed that the demonstrations did not use."""
+def rl_task_count(recipe: Recipe) -> int:
+  """How many RL tasks there have to be: none is used twice.
+
+  Dropped groups (stale, late, broken) are not tried again; the margin keeps the last steps full.
+  """
   config = recipe.rl
   step = config.groups_per_step + config.max_extra_groups
-  # dropped groups (stale, late, broken) are not tried again: the margin keeps the last steps full
-  count = (config.steps + max(_SPARE_STEPS, config.steps // 4)) * step
-  return admitted(recipe, 'train', count, recipe.seed + 1_000_003, grader)
+  return (config.steps + max(_SPARE_STEPS, config.steps // 4)) * step
+
+
+def rl_tasks(recipe: Recipe, grader: Grader) -> Sequence[Task]:
+  """The RL tasks: train split, a generator seed that the demonstrations did not use."""
+  return admitted(recipe, 'train', rl_task_count(recipe), recipe.seed + 1_000_003, grader)
 
 
 def admitted(recipe: Recipe, split: str, count: int, seed: int, grader: Grader
@@ -307,8 +315,7 @@ def sandboxes(recipe: Recipe, size: int) -> Iterator[tuple[SandboxPool, Grader]]
 def fingerprints(recipe: Recipe) -> dict[str, str]:
   """Returns, for each stage, a fingerprint of everything its result depends on."""
   r = recipe
-  data_print = fingerprint(['data', r.data, r.functions, r.tasks, r.seed,
-                            min(r.traces.count, _TOKENIZER_TASKS)])
+  data_print = fingerprint(['data', r.data, *_corpus_inputs(r)])
   cpt_print = fingerprint(['cpt', data_print, r.model, r.cpt])
   long_print = fingerprint(['long_context', cpt_print, r.long_context])
   sft_print = fingerprint(['sft', long_print, r.sft, r.traces, r.sandbox])
@@ -342,10 +349,16 @@ def check(recipe: Recipe) -> None:
       raise UserError(f'config.{name}.mixture: is empty (there are: {", ".join(known)})')
     if min(stage.mixture.values()) < 0 or not any(stage.mixture.values()):
       raise UserError(f'config.{name}.mixture: weights must not be negative, nor all 0')
-  for name in ('cpt', 'long_context', 'sft'):
+  for name in SUPERVISED_STAGES:
     if getattr(recipe, name).loss.mtp_weight and not recipe.model.num_nextn_predict_layers:
       raise UserError(f'config.{name}.loss.mtp_weight: the model has no MTP layer '
                       '(config.model.num_nextn_predict_layers is 0)')
+    length = getattr(recipe, name).seq_len
+    positions = _model_at(recipe, name).max_position_embeddings
+    if length > positions:
+      raise UserError(f'config.{name}.seq_len: {length} is longer than the context of the model '
+                      f'at this stage, {positions}')
+  _check_tasks(recipe)
   sampler, config = recipe.sampler, recipe.rl
   if config.row_len < sampler.max_len:
     raise UserError(f'config.rl.row_len: {config.row_len} is shorter than '
@@ -362,3 +375,17 @@ def check(recipe: Recipe) -> None:
     if length < longest:
       raise UserError(f'config.{where}: {length} is shorter than an episode of '
                       f'config.tasks.{recipe.tasks.level}.limits.max_tokens {longest}')
+
+
+def _check_tasks(recipe: Recipe) -> None:
+  """Levels l1 and l2 have an end."""
+  wanted = {'eval.tasks': ('heldout', recipe.eval.tasks),
+            'traces.count': ('train', recipe.traces.count),
+            'rl.steps': ('train', rl_task_count(recipe) if recipe.rl.steps else 0)}
+  if recipe.sft.eval_every:
+    wanted['traces.heldout'] = ('heldout', recipe.traces.heldout)
+  for field, (split, count) in wanted.items():
+    there = taskset.available(recipe.tasks, split)
+    if there is not None and count > there:
+      raise UserError(f'config.{field}: needs {count} {recipe.tasks.level} tasks of {split}, and '
+                      f'there are {there}')

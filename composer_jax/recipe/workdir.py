@@ -12,6 +12,7 @@ from typing import Any
 
 from composer_jax.config import as_dict, fingerprint
 from composer_jax.errors import InfrastructureError, UserError
+from composer_jax.files import replacing
 
 FOREIGN_KEYS = ('stages',)  # which stages to run may change from one call to the next
 
@@ -22,18 +23,12 @@ def write_json(path: pathlib.Path, value: Any) -> None:
   Raises:
     InfrastructureError: the disk is full or the folder cannot be written.
   """
-  temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with temporary.open('w') as file:
+    with replacing(path) as file:
       json.dump(as_dict(value), file, indent=1)
       file.write('\n')
-      file.flush()
-      os.fsync(file.fileno())
-    temporary.replace(path)
   except OSError as error:
-    with contextlib.suppress(OSError):
-      temporary.unlink(missing_ok=True)
     raise InfrastructureError(f'cannot write {path}: {error.strerror or error}') from error
 
 

@@ -15,8 +15,8 @@ SWEEP_FILE = 'sweep.json'
 
 # Metrics that are worth an overlay, by full match.
 OVERLAYS = (r'loss', r'eval/(.*bits_per_byte.*)', r'eval/(heldout_loss)', r'(reward)_mean',
-            r'(solved)_fraction', r'(tokens)_per_episode', r'entropy')
-SMOOTHED = ('reward', 'solved', 'tokens')
+            r'(solved)_fraction', r'(sampled)_per_episode', r'entropy')
+SMOOTHED = ('reward', 'solved', 'sampled')
 # Result of a stage -> column of the table.
 RESULTS = {'bits_per_byte': 'bits per byte', 'heldout_loss': 'held-out loss'}
 # Metric -> column of the table: its mean over the last rows, since a single one is mostly noise.

@@ -68,7 +68,7 @@ CHARTS = (
     Spec('Held-out bits per byte', r'eval/bits_per_byte/(.+)',
          'Long dashes: gzip -9, short dashes: xz -9, on the same files.'),
     Spec('Loss', r'(loss|cross_entropy|mtp_kl|z)',
-         'Mean over the trained tokens since the row before.'),
+         'Mean of the steps since the row before, each over its trained tokens.'),
     Spec('Loss on held-out demonstrations', r'eval/(heldout_loss)',
          'Nats per model token; prompts and tool results do not count.'),
     Spec('Entropy', r'(entropy)', 'Nats a sampled token.'),

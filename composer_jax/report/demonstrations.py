@@ -12,6 +12,9 @@ import tokenizers
 CALL, RESULT, END = '<|call|>', '<|result|>', '<|end|>'
 
 
+_MASK = {True: 1, False: 0, None: -1}  # of `trainable`, in the viewer's terms
+
+
 def reader(tokenizer_file: Path) -> Callable[[dict[str, Any]], dict[str, Any]]:
   """Returns a function from a row of `demonstrations.jsonl` to a trace of `rollout_viewer`.
 
@@ -29,7 +32,7 @@ def reader(tokenizer_file: Path) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return known.decode([token], skip_special_tokens=False)
 
   def read(row: dict[str, Any]) -> dict[str, Any]:
-    pieces = [(text(token), int(bool(flag)))
+    pieces = [(text(token), _MASK[flag])
               for segment, flag in zip(row['segments'], row['trainable'], strict=True)
               for token in segment]
     starts = [i for i, (piece, _) in enumerate(pieces) if piece == CALL] or [len(pieces)]

@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from composer_jax.files import replacing
 from composer_jax.redact import redact
 from composer_jax.report import curves, folder, rollout_viewer, tables
 
@@ -83,9 +84,8 @@ def template(name: str) -> jinja2.Template:
 
 def write(path: Path, text: str) -> Path:
   """Replaces the page in one step."""
-  part = path.with_name(f'.{path.name}.{os.getpid()}.part')
-  part.write_text(text, encoding='utf-8', errors='replace')
-  part.replace(path)
+  with replacing(path, 'wb') as file:
+    file.write(text.encode('utf-8', errors='replace'))
   return path
 
 

@@ -17,8 +17,9 @@ SFT trains on is read by `demonstrations`):
       "result": str,       the tool's answer, "" when there was none
       "error": str | null, class of a failed call
       "tokens": [{"t": str,          text of one token, the model's and the tool's in order
-                  "m": 0 | 1,        loss mask: 1 where the token is trained on; in an evaluation,
-                                     where the policy sampled it
+                  "m": 0 | 1 | -1,   loss mask: 1 where the token is trained on (in an evaluation:
+                                     where the policy sampled it), 0 for prompts and results, -1
+                                     for a demonstration's own tokens that are not to be learnt
                   "lp": float | null,   log-prob that the sampler gave
                   "tlp": float | null,  log-prob that the trainer gave
                   "v": int}]}]}         policy version that sampled it, -1 where none did
@@ -178,9 +179,13 @@ def _pack_turn(turn: dict[str, Any]) -> dict[str, Any]:
   return {
       'call': _text(turn.get('call')), 'result': _cut(_text(turn.get('result')), RESULT_CHARS),
       'error': _text(turn.get('error')),
-      'tokens': [[_text(t.get('t')), int(t.get('m') == 1), _number(t.get('lp')),
+      'tokens': [[_text(t.get('t')), _mask(t.get('m')), _number(t.get('lp')),
                   _number(t.get('tlp')), _number(t.get('v'))]
                  for t in tokens[:MAX_TOKENS] if isinstance(t, dict)]}
+
+
+def _mask(value: Any) -> int:
+  return int(value) if value in (1, -1) else 0
 
 
 def _text(value: Any) -> str:

@@ -23,7 +23,7 @@ class EvalRow:
     tasks: number of tasks.
     samples: episodes that have a verdict.
     without_verdict: episodes lost to infrastructure; they count nowhere.
-    tokens: mean tokens an episode, or None.
+    tokens: mean sampled tokens an episode, or None.
     calls: mean tool calls an episode, or None.
     stops: stop reason -> share of the episodes.
     by_class: mutation class -> (mean reward, episodes).
@@ -130,8 +130,7 @@ def _collect_compression(value: dict[str, Any], source: str,
     if tool and isinstance(item, (int, float)) and math.isfinite(item):
       found[source, tool] = item
     elif isinstance(item, dict):
-      container = key in ('sources', 'heldout', 'held_out', 'baselines', 'baseline')
-      _collect_compression(item, source if container else key, found)
+      _collect_compression(item, source if key == 'sources' else key, found)
 
 
 def _grouped(rows: list[dict[str, Any]], key: str) -> dict[Any, list[dict[str, Any]]]:

@@ -72,8 +72,9 @@ class RLConfig:
   trace_groups: int = 2
 
   def __post_init__(self):
-    if self.groups_per_step < 1 or self.rows_per_micro_batch < 1 or self.checkpoint_every < 1:
-      raise ValueError('groups_per_step, rows_per_micro_batch, checkpoint_every must be positive')
+    for name in ('groups_per_step', 'row_len', 'rows_per_micro_batch', 'checkpoint_every'):
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name} must be at least 1')
     if not 2 <= self.min_group_size <= self.group_size:
       raise ValueError('need 2 <= min_group_size <= group_size: an advantage compares members')
     if self.max_staleness < 0 or self.max_extra_groups < 0 or self.steps < 0:
@@ -83,5 +84,8 @@ class RLConfig:
     unknown = sorted(self.behaviour.keys() - set(BEHAVIOUR_PARTS))
     if unknown:
       raise ValueError(f'behaviour.{unknown[0]}: unknown key{nearest(unknown[0], BEHAVIOUR_PARTS)}')
+    chunk = self.objective.head_chunk
+    if chunk and self.row_len % min(chunk, self.row_len):
+      raise ValueError(f'objective.head_chunk {chunk} does not divide row_len {self.row_len}')
     if self.group_deadline_s <= 0:
       raise ValueError('group_deadline_s must be positive')

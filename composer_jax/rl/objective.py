@@ -126,13 +126,14 @@ def make_rl_loss(model_config: ModelConfig, config: ObjectiveConfig) -> losses.L
                               batch.weights, batch.denominator, config.importance_cap)
     mask = batch.weights > 0
     logp = jax.lax.stop_gradient(scores['logp'])
-    gap = jnp.where(mask, jnp.abs(logp - jnp.where(mask, batch.sampler_logprobs, 0.0)), 0.0)
+    log_ratio = jnp.where(mask, logp - jnp.where(mask, batch.sampler_logprobs, 0.0), 0.0)
+    gap = jnp.abs(log_ratio)
     bins = jnp.searchsorted(jnp.asarray(GAP_EDGES, jnp.float32), gap)
     recorded = jnp.sum(batch.routing_mask & (batch.segment_ids > 0))
     metrics = {
         'entropy_sum': jnp.sum(scores['entropy']),
         'ratio_sum': jnp.sum(jnp.where(mask, ratio, 0.0)),
-        'capped_sum': jnp.sum(mask & (ratio >= (config.importance_cap or jnp.inf)),
+        'capped_sum': jnp.sum(mask & (log_ratio > jnp.log(config.importance_cap or jnp.inf)),
                               dtype=jnp.float32),
         'gap_sum': jnp.sum(gap), 'gap_max': jnp.max(gap),
         'gap_histogram': jnp.sum(jnp.where(mask[..., None], bins[..., None] == jnp.arange(

@@ -1,13 +1,13 @@
 """A sample of rollouts on disk, complete enough to look at token by token."""
 
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from composer_jax.files import replacing
 from composer_jax.metrics import write_line
 from composer_jax.rl.samples import Group, Sample
 
@@ -39,7 +39,8 @@ class TraceLog:
       for line in path.read_text(encoding='utf-8').splitlines(keepends=True):
         if line.endswith('\n') and json.loads(line)['step'] <= resume_step:
           kept.append(line)
-    rewrite(path, kept)
+    with replacing(path) as file:
+      file.writelines(kept)
     self._file = path.open('ab', buffering=0)
     self._decode = decode or (lambda ids: ' '.join(map(str, ids)))
 
@@ -85,13 +86,6 @@ class TraceLog:
 
   def __exit__(self, *unused: Any) -> None:
     self._file.close()
-
-
-def rewrite(path: Path, lines: Iterable[str]) -> None:
-  """Replaces a file of rows in one step."""
-  part = path.with_name(path.name + '.part')
-  part.write_text(''.join(lines), encoding='utf-8')
-  os.replace(part, path)
 
 
 def _turns(sampled: np.ndarray) -> list[tuple[int, int]]:

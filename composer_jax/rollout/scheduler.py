@@ -96,12 +96,9 @@ class Scheduler:
         lane.abort(reason)
         self._finish(lane)
 
-  def metrics(self, reset: bool = False) -> dict[str, float]:
-    """Returns the meter's figures since the start or the last reset; see `Meter.read`."""
-    values = self._meter.read()
-    if reset:
-      self._meter = Meter(self._engine.slots)
-    return values
+  def metrics(self) -> dict[str, float]:
+    """Returns the meter's figures since the start; see `Meter.read`."""
+    return self._meter.read()
 
   def _fill(self) -> bool:
     """Gives free slots to new sessions; True when the source ran out."""

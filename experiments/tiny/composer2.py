@@ -1,4 +1,4 @@
-"""The whole Composer 2 recipe with a 0.7M-parameter model, for two CPU cores.
+"""The whole Composer 2 recipe with a 0.8M-parameter model, for two CPU cores.
 
     composer-jax run --config=experiments/tiny/composer2.py --workdir=runs/tiny
 

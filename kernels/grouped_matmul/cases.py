@@ -1,4 +1,4 @@
-"""Inputs that every backend must get right; the tests and the bench draw from here."""
+"""Inputs that every backend must get right; the tests draw from here."""
 
 import dataclasses
 

@@ -122,6 +122,8 @@ def test_borrowing_the_original_is_contraband():
   item = level('l1', 'train', 1)[0]
   assert not contraband(item, {**item.files, **item.solution})
   for line in ('from bisect import *', '__import__("heapq")', 'exec(open("/usr/lib/x").read())',
-               'commonprefix = os.path.commonprefix', 'f = getattr(os, "pa" + "th").join'):
+               'commonprefix = os.path.commonprefix', 'f = getattr(os, "pa" + "th").join',
+               'f = os.makedirs.__globals__["path"].join',
+               '[c for c in ().__class__.__base__.__subclasses__()]'):
     path = item.entry
     assert contraband(item, {path: line + '\n' + item.files[path]}).startswith(path)

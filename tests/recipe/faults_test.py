@@ -49,12 +49,25 @@ def contents(folder):
     ('model.num_hidden_layers=1', ['first_k_dense_replace', 'no MoE layer']),
     ('cpt.optimizer.final_fraction=-3.0', ['cpt.optimizer', 'final_fraction']),
     ('cpt.mixture.functions=-1.0', ['cpt.mixture', 'negative']),
+    ('rl.objective.head_chunk=100', ['head_chunk', '100', 'row_len']),
+    ('rl.row_len=0', ['row_len', 'at least 1']),
+    ('stages=data,cpt,sft', ['stages', 'sft starts from long_context']),
+    ('sandbox.result_kb=0', ['sandbox', 'result_kb']),
+    ('sandbox.uid=0', ['sandbox', 'uid']),
+    ('model.q_lora_rank=-1', ['model', 'q_lora_rank']),
+    ('model.moe_intermediate_size=0', ['model', 'moe_intermediate_size']),
+    ('cpt.seq_len=4096', ['cpt.seq_len', '4096', 'context']),
 ])
 def test_a_wrong_config_is_refused_before_anything_is_written(fails, tmp_path, override, words):
   folder = tmp_path / 'run'
   line = fails(folder, f'--config.{override}')
   assert all(word in line for word in words), line
   assert not folder.exists()
+
+
+def test_more_tasks_than_a_level_has(fails, tmp_path):
+  line = fails(tmp_path / 'run', '--config.tasks.level=l2', '--config.eval.tasks=200')
+  assert 'config.eval.tasks: needs 200 l2 tasks of heldout, and there are 24' in line
 
 
 def test_a_stage_that_is_none(fails, tmp_path):

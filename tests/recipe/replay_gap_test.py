@@ -31,6 +31,9 @@ def test_log_probs_agree_on_every_sampled_token(run_at_rate_0):
   rows = metrics.read(run_at_rate_0 / 'stages' / 'rl' / 'metrics.jsonl')
   assert [row['step'] for row in rows] == list(range(1, 11))
   assert sum(row['tokens_trained'] for row in rows) > 500
+  for row in rows:  # `zero_signal` is 'shaped' here: whatever was sampled is trained on
+    assert row['zero_signal_fraction'] == 0
+    assert row['tokens_trained'] == pytest.approx(row['rollouts'] * row['sampled_per_episode'])
   assert 0 < max(row['gap_max'] for row in rows) < 1e-4
 
 

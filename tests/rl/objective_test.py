@@ -152,7 +152,7 @@ def test_metrics_match_a_direct_computation(problem, model_config, params):
   layout = replay.plan([len(s.rollout.tokens) for s in samples], 12, 8, 1)
   batch = replay.build_batch(samples, advantages, layout, 50.0, (1, 2))
   batch = jax.tree.map(lambda x: x[0], batch.replace(denominator=None)).replace(denominator=50.0)
-  config = ObjectiveConfig(temperature=0.7, replay_slack=float('inf'))
+  config = ObjectiveConfig(temperature=0.7, replay_slack=float('inf'), importance_cap=1.05)
   _, metrics = jax.jit(objective.make_rl_loss(model_config, config))(params, batch)
   routing = models.Routing(jnp.moveaxis(batch.routing, -2, 0), batch.routing_mask)
   out = models.forward(model_config, params, batch.tokens, positions=batch.positions,
@@ -160,7 +160,8 @@ def test_metrics_match_a_direct_computation(problem, model_config, params):
   logp = np.asarray(jax.nn.log_softmax(out.logits / 0.7), np.float64)
   mask = batch.weights > 0
   chosen = np.take_along_axis(logp, batch.targets[..., None], -1)[..., 0]
-  gaps = np.abs(chosen - batch.sampler_logprobs)[mask]
+  log_ratios = (chosen - batch.sampler_logprobs)[mask]
+  gaps = np.abs(log_ratios)
   extra = {'tokens': mask.sum(), 'loss': 0, 'grad_norm': 0, 'load_max': 1, 'skipped': 0,
            'bad_micro': 0, 'step': 1}
   figures = objective.summarise({**metrics, **extra})
@@ -170,6 +171,8 @@ def test_metrics_match_a_direct_computation(problem, model_config, params):
   assert figures['gap_max'] == pytest.approx(gaps.max(), rel=1e-5)
   exact = np.sort(gaps)[int(np.ceil(0.99 * len(gaps))) - 1]
   assert exact * 0.999 <= figures['gap_p99'] <= exact * 10 ** (1 / 8) * 1.001
+  capped = np.mean(log_ratios > np.log(1.05))
+  assert 0 < capped < 1 and figures['importance_capped_fraction'] == pytest.approx(capped)
   assert figures['replay_override_fraction'] == 0
   # the trainer's own routing overrides exactly what differs from the record
   strict = objective.make_rl_loss(model_config, dataclasses.replace(config, replay_slack=0.0))

@@ -7,10 +7,11 @@ listed at `envs.types.SandboxHandle`), `check_support` says whether this machine
 from composer_jax.envs.sandbox.config import SandboxConfig
 from composer_jax.envs.sandbox.pool import SandboxPool
 from composer_jax.envs.sandbox.process import Sandbox, SandboxError
-from composer_jax.envs.sandbox.server import safe_repr
+from composer_jax.envs.sandbox.server import LATE, safe_repr
 from composer_jax.envs.sandbox.support import Support, check_support
 
 __all__ = [
+  'LATE',
   'Sandbox',
   'SandboxConfig',
   'SandboxError',

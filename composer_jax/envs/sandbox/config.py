@@ -2,6 +2,10 @@
 
 import dataclasses
 
+# What the command server needs for itself; and agents' code never runs as root.
+_LEAST = {'memory_mb': 64, 'address_space_mb': 64, 'processes': 4, 'open_files': 16, 'file_mb': 1,
+          'workspace_mb': 1, 'tmp_mb': 1, 'result_kb': 4, 'read_kb': 1, 'uid': 1}
+
 
 @dataclasses.dataclass(frozen=True)
 class SandboxConfig:
@@ -36,3 +40,10 @@ class SandboxConfig:
   start_timeout_s: float = 30.0
   reply_timeout_s: float = 30.0
   uid: int = 61000
+
+  def __post_init__(self):
+    for name, least in _LEAST.items():
+      if getattr(self, name) < least:
+        raise ValueError(f'{name} must be at least {least}, got {getattr(self, name)}')
+    if min(self.start_timeout_s, self.reply_timeout_s) <= 0:
+      raise ValueError('start_timeout_s and reply_timeout_s must be above 0')

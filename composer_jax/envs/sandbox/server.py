@@ -18,6 +18,7 @@ import sys
 import time
 
 ROOT = '/workspace'
+LATE = 'timeout'  # the answer to a case for which the time did not suffice
 _SCRATCH = (ROOT, '/tmp', '/dev/shm')
 _MAX_ENTRIES = 10_000
 _LIMITS = {}
@@ -265,7 +266,7 @@ def _collect(reader, process, seconds):
   while True:
     left = end - time.monotonic()
     if left <= 0:
-      return data, 'timeout'
+      return data, LATE
     ready = dict(poller.poll(left * 1000 + 1))
     if 0 in ready:
       os._exit(0)
@@ -320,8 +321,8 @@ def _run_cases(request):
     os.close(reader)
   texts = _frames(data)[: 2 * len(cases)]
   reprs, messages = texts[0::2], texts[1::2]
-  lost = 'timeout' if why == 'timeout' else 'died'
-  reason = {'timeout': f'no answer within {seconds:g} s', 'output': 'results too large'}
+  lost = LATE if why == LATE else 'died'
+  reason = {LATE: f'no answer within {seconds:g} s', 'output': 'results too large'}
   while len(reprs) < len(cases):
     reprs.append(lost)
   while len(messages) < len(cases):

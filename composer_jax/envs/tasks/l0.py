@@ -9,7 +9,8 @@ import dataclasses
 import random
 
 from composer_jax.envs.tasks import functions
-from composer_jax.envs.types import Case, Limits, Task
+from composer_jax.envs.tasks.config import LevelConfig
+from composer_jax.envs.types import Case, Task
 
 ENTRY = 'main.py'
 MODULE = 'main'
@@ -21,29 +22,24 @@ def _default_weights() -> dict[str, float]:
 
 
 @dataclasses.dataclass(frozen=True)
-class L0Config:
-  """What an L0 task looks like (our choice throughout).
+class L0Config(LevelConfig):
+  """What an L0 task looks like, beside what every level has (our choice throughout).
 
   Attributes:
     mutation_weights: relative frequency of each mutation class; the class is drawn first and the
       function after it, so the mix is exactly this one. Reinforcement learning forgets a class that
       demonstrations hardly teach, hence more of the classes that are learnt last (`init`, `cond`,
       `post`); see experiments/LOG.md.
-    visible_cases: cases that `run_tests` runs; at least one fails before the repair.
-    hidden_cases: cases that decide, none of them among the visible ones.
     min_items: shortest input list.
     max_items: longest input list.
-    limits: bounds of an episode.
   """
 
   mutation_weights: dict[str, float] = dataclasses.field(default_factory=_default_weights)
-  visible_cases: int = 3
-  hidden_cases: int = 8
   min_items: int = 3
   max_items: int = 5
-  limits: Limits = Limits()
 
   def __post_init__(self):
+    super().__post_init__()
     unknown = set(self.mutation_weights) - set(functions.MUTATION_CLASSES)
     if unknown:
       raise ValueError(f'mutation_weights: unknown class {min(unknown)} '
@@ -51,8 +47,6 @@ class L0Config:
     if min(self.mutation_weights.values(), default=0) < 0 or not any(
         self.mutation_weights.values()):
       raise ValueError('mutation_weights: need non-negative weights, at least one above 0')
-    if min(self.visible_cases, self.hidden_cases) < 1:
-      raise ValueError('visible_cases and hidden_cases must be at least 1')
     if not 1 <= self.min_items <= self.max_items:
       raise ValueError('min_items: must be at least 1 and at most max_items')
 

@@ -6,6 +6,7 @@ import random
 import zlib
 
 from composer_jax.envs.tasks import library
+from composer_jax.envs.tasks.config import LevelConfig
 from composer_jax.envs.tasks.mutate import Mutation, mutations
 from composer_jax.envs.types import Limits, Task
 
@@ -106,22 +107,12 @@ TARGETS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class L1Config:
-  """What an L1 task looks like (our choice).
-
-  Attributes:
-    visible_cases: cases that `run_tests` runs.
-    hidden_cases: cases that decide, none of them among the visible ones.
-    limits: bounds of an episode.
-  """
+class L1Config(LevelConfig):
+  """What an L1 task looks like (our choice)."""
 
   visible_cases: int = 6
   hidden_cases: int = 16
   limits: Limits = Limits(max_calls=12, max_turn_tokens=256, max_tokens=16384, output_bytes=8192)
-
-  def __post_init__(self):
-    if min(self.visible_cases, self.hidden_cases) < 1:
-      raise ValueError('visible_cases and hidden_cases must be at least 1')
 
 
 @functools.cache

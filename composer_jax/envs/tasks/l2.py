@@ -11,6 +11,7 @@ import random
 import re
 
 from composer_jax.envs.tasks import library
+from composer_jax.envs.tasks.config import LevelConfig
 from composer_jax.envs.tasks.mutate import find_function
 from composer_jax.envs.types import Case, Limits, Task
 
@@ -68,22 +69,12 @@ _VARIANTS = 8  # draws of the cases for each feature
 
 
 @dataclasses.dataclass(frozen=True)
-class L2Config:
-  """What an L2 task looks like (our choice).
-
-  Attributes:
-    visible_cases: cases that `run_tests` runs.
-    hidden_cases: cases that decide, none of them among the visible ones.
-    limits: bounds of an episode.
-  """
+class L2Config(LevelConfig):
+  """What an L2 task looks like (our choice)."""
 
   visible_cases: int = 6
   hidden_cases: int = 16
   limits: Limits = Limits(max_calls=24, max_turn_tokens=2048, max_tokens=32768, output_bytes=8192)
-
-  def __post_init__(self):
-    if min(self.visible_cases, self.hidden_cases) < 1:
-      raise ValueError('visible_cases and hidden_cases must be at least 1')
 
 
 @functools.cache

@@ -9,6 +9,7 @@ The formats:
   finish
 """
 
+import posixpath
 import re
 from collections.abc import Collection
 
@@ -79,7 +80,7 @@ def _checked_path(name: str, arguments: dict[str, str | int]) -> Call:
   path = arguments['path']
   if len(path) > MAX_PATH or not _PATH.match(path) or '..' in path.split('/'):
     return Call(name, error=CallErrorClass.NOT_ALLOWED, message='path not allowed')
-  return Call(name, arguments)
+  return Call(name, arguments | {'path': posixpath.normpath(path)})  # one spelling for one file
 
 
 def _read_file(name: str, rest: str, entry: str) -> Call:

@@ -47,9 +47,14 @@
   const grey = 'rgba(128,128,128,.16)';
   const gap = ([, , lp, tlp]) => lp === null || tlp === null ? null : Math.abs(lp - tlp);
   const owned = () => current.stage.startsWith('eval_') ? 'sampled' : 'trained on';
+  // SFT gives prompts and results a small weight, and shows some mistakes without teaching them.
+  const masks = () => ({1: owned(), 0: current.stage === 'sft' ? 'context_weight' : 'context',
+    ...(current.stage === 'sft' ? {'-1': 'not learnt'} : {})});
+  const maskColours = {1: blue(.3), 0: grey, '-1': red(.3)};
   const hue = v => `hsla(${(v * 67) % 360},65%,52%,.35)`;
   const modes = {
-    mask: [() => [[owned(), blue(.3)], ['context', grey]], t => t[1] ? blue(.3) : grey],
+    mask: [() => Object.entries(masks()).map(([m, name]) => [name, maskColours[m]]),
+      t => maskColours[t[1]]],
     gap: [() => [['0', blue(.08)], ['1e-6', red(.1)], ['1e-3', red(.5)], ['1 or more', red(.95)],
                  ['not sampled', grey]],
       t => { const g = gap(t);
@@ -65,7 +70,7 @@
     const [text, mask, lp, tlp, version] = t;
     const g = gap(t);
     return make('span', {class: 'tok', style: `background:${modes[mode.value][1](t)}`,
-      title: [mask ? owned() : 'context', `sampler log-prob ${fixed(lp)}`,
+      title: [masks()[mask], `sampler log-prob ${fixed(lp)}`,
         `trainer log-prob ${fixed(tlp)}`, `gap ${g === null ? '–' : g.toExponential(1)}`,
         `policy version ${version === null || version < 0 ? '–' : version}`].join('\n')}, text);
   }

@@ -1,0 +1,43 @@
+"""Files that are replaced whole: a reader finds the old content or the new one, never a part."""
+
+import contextlib
+import glob
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import IO, Literal
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike, mode: Literal['w', 'wb'] = 'w') -> Iterator[IO]:
+  """Gives a stream whose content takes the place of `path` when the block ends.
+
+  The content is on the disk before the name points to it. A block that raises leaves `path` as it
+  was, and no draft; the draft of a process that was killed goes with the next replacement. Text is
+  UTF-8.
+
+  Raises:
+    OSError: the disk is full, or the folder cannot be written.
+  """
+  path = pathlib.Path(path)
+  draft = path.with_name(f'.{path.name}.{os.getpid()}.tmp')  # two processes may write one page
+  _sweep(path)
+  try:
+    with draft.open(mode, encoding='utf-8' if mode == 'w' else None) as stream:
+      yield stream
+      stream.flush()
+      os.fsync(stream.fileno())
+    draft.replace(path)
+  except BaseException:
+    with contextlib.suppress(OSError):
+      draft.unlink()
+    raise
+
+
+def _sweep(path: pathlib.Path) -> None:
+  """Removes drafts of `path` whose process is gone."""
+  for old in path.parent.glob(f'.{glob.escape(path.name)}.*.tmp'):
+    pid = old.name.split('.')[-2]
+    if pid.isdigit() and not os.path.exists(f'/proc/{pid}'):
+      with contextlib.suppress(OSError):
+        old.unlink()
