@@ -1,11 +1,14 @@
-"""Files that are replaced whole: a reader finds the old content or the new one, never a part."""
+"""Files that survive kills: replaced whole, or appended to line by line."""
 
 import contextlib
 import glob
+import json
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import IO, Literal
+from typing import IO, Any, Literal
+
+from composer_jax.errors import UserError
 
 
 @contextlib.contextmanager
@@ -32,6 +35,24 @@ def replacing(path: str | os.PathLike, mode: Literal['w', 'wb'] = 'w') -> Iterat
     with contextlib.suppress(OSError):
       draft.unlink()
     raise
+
+
+def json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
+  """Returns the objects of a JSONL file, without an unfinished last line that a kill has left.
+
+  Raises:
+    UserError: another line is no JSON object.
+  """
+  rows = []
+  for number, line in enumerate(pathlib.Path(path).read_bytes().split(b'\n')[:-1], 1):
+    try:
+      row = json.loads(line)
+    except ValueError:
+      row = None
+    if not isinstance(row, dict):
+      raise UserError(f'{path}:{number}: is damaged (no JSON object)')
+    rows.append(row)
+  return rows
 
 
 def _sweep(path: pathlib.Path) -> None:

@@ -12,7 +12,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from composer_jax.files import replacing
+from composer_jax.errors import UserError
+from composer_jax.files import json_lines, replacing
 
 _NON_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
@@ -90,21 +91,15 @@ def read(path: str | os.PathLike) -> list[dict[str, Any]]:
   """Returns the rows of a metrics file in order; [] when there is no file.
 
   Raises:
-    ValueError: a line other than the last is not a JSON object with a step.
+    UserError: a line other than the last is not a JSON object with a step.
   """
   path = Path(path)
   if not path.exists():
     return []
-  text = path.read_text(encoding='utf-8')
   rows = []
-  for number, line in enumerate(text.splitlines(keepends=True), 1):
-    if not line.endswith('\n'):
-      break  # the writer died inside this line
-    try:
-      row = json.loads(line)
-      row['step'] = int(row['step'])
-    except (ValueError, TypeError, KeyError) as error:
-      raise ValueError(f'{path}:{number}: not a metrics row') from error
+  for number, row in enumerate(json_lines(path), 1):
+    if not isinstance(row.get('step'), int):
+      raise UserError(f'{path}:{number}: is damaged (no step)')
     rows.append({name: _NON_FINITE.get(value, value) if isinstance(value, str) else value
                  for name, value in row.items()})
   return rows

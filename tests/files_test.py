@@ -6,7 +6,18 @@ import threading
 
 import pytest
 
-from composer_jax.files import replacing
+from composer_jax.errors import UserError
+from composer_jax.files import json_lines, replacing
+
+
+def test_lines_without_the_half_one_of_a_killed_writer(tmp_path):
+  path = tmp_path / 'rows.jsonl'
+  path.write_text('{"a": "\u2028"}\n{"a": 2}\n{"a"')
+  assert json_lines(path) == [{'a': '\u2028'}, {'a': 2}]
+  for line in ('[1]', 'garbage', '', '\udc80'):
+    path.write_text('{"a": 1}\n' + line + '\n{"a": 2}\n', errors='surrogateescape')
+    with pytest.raises(UserError, match=r'rows.jsonl:2: is damaged'):
+      json_lines(path)
 
 
 def test_content_takes_the_place_when_the_block_ends(tmp_path):

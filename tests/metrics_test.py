@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from composer_jax import metrics
+from composer_jax.errors import UserError
 
 
 def test_rows_come_back(tmp_path):
@@ -91,7 +92,7 @@ def test_refuses_what_is_no_number(tmp_path):
 def test_a_damaged_line_is_named(tmp_path):
   path = tmp_path / 'm.jsonl'
   path.write_text('{"step": 1, "loss": 1.0}\nnonsense\n{"step": 2, "loss": 1.0}\n')
-  with pytest.raises(ValueError, match=r'm\.jsonl:2'):
+  with pytest.raises(UserError, match=r'm\.jsonl:2: is damaged'):
     metrics.read(path)
 
 

@@ -15,7 +15,7 @@ from composer_jax.envs.harness import ChatRenderer, Episode, GraderLike
 from composer_jax.envs.tools.registry import NO_CHANGE
 from composer_jax.envs.types import Task
 from composer_jax.errors import InfrastructureError, UserError
-from composer_jax.files import replacing
+from composer_jax.files import json_lines, replacing
 
 _TRIES = 3
 
@@ -167,17 +167,12 @@ def _line(value: dict[str, Any]) -> str:
 
 
 def _read(path: pathlib.Path, source: str) -> list[dict[str, Any]]:
-  """Reads a trace file up to the first incomplete line.
+  """Reads a trace file.
 
   Raises:
-    UserError: it was written with other arguments.
+    UserError: it is damaged, or was written with other arguments.
   """
-  rows = []
-  with open(path, encoding='utf-8') as stream:
-    for line in stream:
-      if not line.endswith('\n'):
-        break  # a kill in the middle of a write
-      rows.append(json.loads(line))
-  if any(row['source'] != source for row in rows):
+  rows = json_lines(path)
+  if any(row.get('source') != source for row in rows):
     raise UserError(f'{path}: written with other tasks, seed, tokenizer or settings; remove it')
   return rows

@@ -6,7 +6,7 @@ from typing import Any
 
 from composer_jax.config import fingerprint
 from composer_jax.errors import UserError
-from composer_jax.files import replacing
+from composer_jax.files import json_lines, replacing
 
 Row = dict[str, Any]
 
@@ -36,14 +36,12 @@ class RowFile:
       return
     marker, name = self._path.with_name('evaluation.json'), {'fingerprint': fingerprint(identity)}
     if marker.exists():
-      if json.loads(marker.read_text()) != name:
+      if marker.read_text() != json.dumps(name):
         raise UserError(f'{self._path.parent}: holds another evaluation; move it away to start '
                         'this one')
-      rows = [json.loads(line) for line in _whole_lines(self._path)]
-      self.rows = [row for row in rows if row['valid']]
-      if len(self.rows) < len(rows):
-        with replacing(self._path) as file:
-          file.writelines(json.dumps(row) + '\n' for row in self.rows)
+      self.rows = [row for row in json_lines(self._path) if row.get('valid')]
+      with replacing(self._path) as file:  # without attempts to make again, and half a line
+        file.writelines(json.dumps(row) + '\n' for row in self.rows)
     else:
       self._path.parent.mkdir(parents=True, exist_ok=True)
       # The order keeps a crash harmless: the marker is written last and whole.
@@ -57,13 +55,3 @@ class RowFile:
     if self._path is not None:
       with self._path.open('a') as file:
         file.write(json.dumps(row) + '\n')
-
-
-def _whole_lines(path: pathlib.Path) -> list[str]:
-  """Returns the complete lines, after cutting off an unfinished last one."""
-  data = path.read_bytes()
-  whole = data[:data.rfind(b'\n') + 1]
-  if len(whole) < len(data):
-    with path.open('rb+') as file:
-      file.truncate(len(whole))
-  return whole.decode().splitlines()

@@ -7,7 +7,7 @@ from typing import Any
 from composer_jax import report
 from composer_jax.envs.sandbox import support
 from composer_jax.errors import UserError
-from composer_jax.recipe import golden, schema, stages, versions, workdir
+from composer_jax.recipe import checks, golden, schema, stages, versions, workdir
 from composer_jax.recipe.monitor import Monitor
 
 
@@ -28,7 +28,7 @@ def run(config: Mapping[str, Any], folder: str | pathlib.Path, *,
     UserError, InfrastructureError, NumericsError: with one clear line.
   """
   recipe = schema.resolve(config)
-  stages.check(recipe)
+  checks.check(recipe)
   folder = pathlib.Path(folder).resolve()
   chosen = _choose(recipe, only)
   prints = stages.fingerprints(recipe)

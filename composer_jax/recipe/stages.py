@@ -62,8 +62,8 @@ class Context:
     return corpus_lib.Corpus(self.data_dir)
 
   def model(self, stage: str) -> ModelConfig:
-    """The model's shape at a stage: each supervised stage up to it may stretch the context."""
-    return _model_at(self.recipe, stage)
+    """The model's shape at a stage; see `model_at`."""
+    return model_at(self.recipe, stage)
 
   def params(self, stage: str) -> dict[str, Any]:
     """The final parameters of a finished stage."""
@@ -82,7 +82,8 @@ def open_run(folder: pathlib.Path) -> Context:
   return Context(resolve(read_json(path)['config']), folder)
 
 
-def _model_at(recipe: Recipe, stage: str) -> ModelConfig:
+def model_at(recipe: Recipe, stage: str) -> ModelConfig:
+  """Returns the model's shape at a stage: each supervised stage may stretch the context."""
   config = recipe.model
   for name in SUPERVISED_STAGES:
     config = extend_context(config, getattr(recipe, name).rope_factor)
@@ -328,64 +329,3 @@ def fingerprints(recipe: Recipe) -> dict[str, str]:
 RUN = {'data': data, 'cpt': cpt, 'long_context': long_context, 'sft': sft, 'rl': rl,
        'eval_sft': functools.partial(evaluate, stage='sft'),
        'eval_rl': functools.partial(evaluate, stage='rl')}
-
-
-def check(recipe: Recipe) -> None:
-  """Finds what is bound to fail later, before hours are spent on the stages before it.
-
-  Raises:
-    UserError: a mixture names a source that the corpus does not have, or rows are too short.
-  """
-  if not recipe.model.num_moe_layers:
-    raise UserError('config.model.first_k_dense_replace: leaves no MoE layer to train')
-  known = [*recipe.data.sources, FUNCTIONS]
-  for name in ('cpt', 'long_context'):
-    stage: StageConfig = getattr(recipe, name)
-    for source in stage.mixture:
-      if source not in known:
-        raise UserError(f'config.{name}.mixture.{source}: there is no such source'
-                        f' (there are: {", ".join(known)})')
-    if not stage.mixture:
-      raise UserError(f'config.{name}.mixture: is empty (there are: {", ".join(known)})')
-    if min(stage.mixture.values()) < 0 or not any(stage.mixture.values()):
-      raise UserError(f'config.{name}.mixture: weights must not be negative, nor all 0')
-  for name in SUPERVISED_STAGES:
-    if getattr(recipe, name).loss.mtp_weight and not recipe.model.num_nextn_predict_layers:
-      raise UserError(f'config.{name}.loss.mtp_weight: the model has no MTP layer '
-                      '(config.model.num_nextn_predict_layers is 0)')
-    length = getattr(recipe, name).seq_len
-    positions = _model_at(recipe, name).max_position_embeddings
-    if length > positions:
-      raise UserError(f'config.{name}.seq_len: {length} is longer than the context of the model '
-                      f'at this stage, {positions}')
-  _check_tasks(recipe)
-  sampler, config = recipe.sampler, recipe.rl
-  if config.row_len < sampler.max_len:
-    raise UserError(f'config.rl.row_len: {config.row_len} is shorter than '
-                    f'config.sampler.max_len {sampler.max_len}')
-  if 'rl' in recipe.stages and sampler.temperature != config.objective.temperature:
-    raise UserError(f'config.sampler.temperature: is {sampler.temperature}, and RL trains on '
-                    f'config.rl.objective.temperature {config.objective.temperature}')
-  positions = _model_at(recipe, 'rl').max_position_embeddings
-  if sampler.max_len > positions:
-    raise UserError(f'config.sampler.max_len: {sampler.max_len} is longer than the context of the '
-                    f'model after its last stretch, {positions}')
-  longest = recipe.tasks.limits.max_tokens
-  for where, length in (('sampler.max_len', sampler.max_len), ('sft.seq_len', recipe.sft.seq_len)):
-    if length < longest:
-      raise UserError(f'config.{where}: {length} is shorter than an episode of '
-                      f'config.tasks.{recipe.tasks.level}.limits.max_tokens {longest}')
-
-
-def _check_tasks(recipe: Recipe) -> None:
-  """Levels l1 and l2 have an end."""
-  wanted = {'eval.tasks': ('heldout', recipe.eval.tasks),
-            'traces.count': ('train', recipe.traces.count),
-            'rl.steps': ('train', rl_task_count(recipe) if recipe.rl.steps else 0)}
-  if recipe.sft.eval_every:
-    wanted['traces.heldout'] = ('heldout', recipe.traces.heldout)
-  for field, (split, count) in wanted.items():
-    there = taskset.available(recipe.tasks, split)
-    if there is not None and count > there:
-      raise UserError(f'config.{field}: needs {count} {recipe.tasks.level} tasks of {split}, and '
-                      f'there are {there}')

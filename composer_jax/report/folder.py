@@ -8,6 +8,7 @@ from typing import Any
 
 from composer_jax import metrics
 from composer_jax.errors import UserError
+from composer_jax.files import json_lines
 from composer_jax.report.schema import STAGE_ORDER
 
 
@@ -93,24 +94,7 @@ def _read_stage(folder: Path, warnings: list[str]) -> Stage:
   rows = _guarded(folder / 'metrics.jsonl', metrics.read, [], warnings)
   return Stage(name=folder.name, path=folder, rows=rows,
                summary=_object(folder / 'summary.json', warnings),
-               eval_rows=_guarded(folder / 'rows.jsonl', read_lines, [], warnings))
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-  """Returns the objects of a JSONL file; a last line that was cut by a kill is left out.
-
-  Raises:
-    ValueError: another line is no JSON object.
-  """
-  rows = []
-  for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-    if not line.endswith(b'\n'):
-      break
-    row = json.loads(line)
-    if not isinstance(row, dict):
-      raise ValueError(f'line {number} is no JSON object')
-    rows.append(row)
-  return rows
+               eval_rows=_guarded(folder / 'rows.jsonl', json_lines, [], warnings))
 
 
 def _object(path: Path, warnings: list[str]) -> dict[str, Any]:
@@ -128,7 +112,7 @@ def _guarded(path: Path, read: Callable[[Path], Any], missing: Any, warnings: li
     return missing
   try:
     return read(path)
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, UserError) as error:
     warnings.append(f'{path.parent.name}/{path.name}: {error}')
     return missing
 

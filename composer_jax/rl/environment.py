@@ -45,9 +45,8 @@ def outcome_of(trace: Trace, task: Task) -> Outcome:
   """Returns the verdict of a trace, with the record of its turns that the report's viewer shows."""
   turns = [{'call': turn.text, 'result': turn.result.text if turn.result else '',
             'error': turn.result.error_class if turn.result else None} for turn in trace.turns]
-  edits = sum(t.call is not None and t.call.name == 'edit_file' for t in trace.turns)
   return Outcome(
       task_id=trace.task_id, correct=trace.reward, stop_reason=str(trace.stop_reason),
-      label=str(task.meta.get('mutation', '')), counts={**trace.parts, 'edits': edits},
+      label=str(task.meta.get('mutation', '')), counts=dict(trace.parts),
       trace={'instruction': trace.instruction, 'files': dict(task.files), 'turns': turns,
              'error': trace.error})

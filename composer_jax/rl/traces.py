@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from composer_jax.files import replacing
+from composer_jax.files import json_lines, replacing
 from composer_jax.metrics import write_line
 from composer_jax.rl.samples import Group, Sample
 
@@ -34,13 +34,10 @@ class TraceLog:
   def __init__(self, path: Path, *, resume_step: int,
                decode: Callable[[Sequence[int]], str] | None):
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = []
-    if path.exists():
-      for line in path.read_text(encoding='utf-8').splitlines(keepends=True):
-        if line.endswith('\n') and json.loads(line)['step'] <= resume_step:
-          kept.append(line)
+    kept = [row for row in (json_lines(path) if path.exists() else ())
+            if row.get('step', 0) <= resume_step]
     with replacing(path) as file:
-      file.writelines(kept)
+      file.writelines(json.dumps(row) + '\n' for row in kept)
     self._file = path.open('ab', buffering=0)
     self._decode = decode or (lambda ids: ' '.join(map(str, ids)))
 

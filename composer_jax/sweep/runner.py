@@ -15,8 +15,9 @@ from composer_jax.sweep.trials import Trial
 
 # (config file, run folder) -> exit code and the last lines of its standard error.
 RunTrial = Callable[[Path, Path], tuple[int, str]]
-# (config, run folder, folders of sibling trials): copies finished stages with equal fingerprints.
-Adopt = Callable[[dict[str, Any], Path, list[Path]], None]
+# (config, run folder, folders of sibling trials): copies finished stages with equal fingerprints,
+# and returns their names.
+Adopt = Callable[[dict[str, Any], Path, list[Path]], list[str]]
 ERROR_LINES = 20  # of a failed trial's output, kept in sweep.json
 # Exit codes of a trial that was stopped: by the signal itself, or after it had saved its state.
 INTERRUPTED = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM)

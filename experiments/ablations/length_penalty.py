@@ -7,11 +7,12 @@ saturates at 1 / (k (q - 1)). All trials charge the same for the shortest succes
 that they differ in curvature and not in strength. Pretraining and SFT are done once and shared.
 """
 
-import math
 from collections.abc import Iterator
 
 from ml_collections import ConfigDict
 from tiny import composer2
+
+from composer_jax.rl.shaping import length_penalty
 
 K = 0.3
 SHORTEST = 5.0  # effort of read, edit, test, finish: four calls and their tokens
@@ -27,10 +28,5 @@ def get_sweep() -> Iterator[dict]:
   """Yields no penalty, then growing curvature."""
   yield {'rl.length_penalty.weight': 0.0}
   for q in (0.0, 0.5, 1.0, 2.0):
-    yield {'rl.length_penalty.weight': round(CHARGE / cost(SHORTEST, K, q), 5),
+    yield {'rl.length_penalty.weight': round(CHARGE / float(length_penalty(SHORTEST, K, q)), 5),
            'rl.length_penalty.k': K, 'rl.length_penalty.q': q}
-
-
-def cost(x: float, k: float, q: float) -> float:
-  """Returns C_{k,q}(x)."""
-  return math.log1p(k * x) / k if q == 1 else ((1 + k * x) ** (1 - q) - 1) / (k * (1 - q))

@@ -6,7 +6,7 @@ import pytest
 
 from composer_jax.cli import config_file
 from composer_jax.config import as_dict
-from composer_jax.recipe import schema, stages
+from composer_jax.recipe import checks, schema, stages
 from composer_jax.sweep import trials
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / 'experiments'
@@ -36,7 +36,7 @@ def test_trials_are_valid_and_share_the_stages_before_what_they_change(file):
   count, first = SWEEPS[file]
   assert len(found) == count
   for recipe in found:
-    stages.check(recipe)
+    checks.check(recipe)
   prints = [stages.fingerprints(recipe) for recipe in found]
   differing = [stage for stage in schema.STAGES if len({p[stage] for p in prints}) == count]
   shared = [stage for stage in schema.STAGES if len({p[stage] for p in prints}) == 1]
