@@ -152,7 +152,7 @@ def test_metrics_match_a_direct_computation(problem, model_config, params):
   layout = replay.plan([len(s.rollout.tokens) for s in samples], 12, 8, 1)
   batch = replay.build_batch(samples, advantages, layout, 50.0, (1, 2))
   batch = jax.tree.map(lambda x: x[0], batch.replace(denominator=None)).replace(denominator=50.0)
-  config = ObjectiveConfig(temperature=0.7, replay_slack=float('inf'), importance_cap=1.05)
+  config = ObjectiveConfig(temperature=0.7, replay_slack=float('inf'))
   _, metrics = jax.jit(objective.make_rl_loss(model_config, config))(params, batch)
   routing = models.Routing(jnp.moveaxis(batch.routing, -2, 0), batch.routing_mask)
   out = models.forward(model_config, params, batch.tokens, positions=batch.positions,
@@ -171,9 +171,14 @@ def test_metrics_match_a_direct_computation(problem, model_config, params):
   assert figures['gap_max'] == pytest.approx(gaps.max(), rel=1e-5)
   exact = np.sort(gaps)[int(np.ceil(0.99 * len(gaps))) - 1]
   assert exact * 0.999 <= figures['gap_p99'] <= exact * 10 ** (1 / 8) * 1.001
-  capped = np.mean(log_ratios > np.log(1.05))
-  assert 0 < capped < 1 and figures['importance_capped_fraction'] == pytest.approx(capped)
   assert figures['replay_override_fraction'] == 0
+  cap = float(np.exp(np.quantile(log_ratios, 0.6)))
+  _, metrics = jax.jit(objective.make_rl_loss(
+      model_config, dataclasses.replace(config, importance_cap=cap)))(params, batch)
+  capped = np.mean(log_ratios > np.log(cap) + 1e-6)
+  assert 0.2 < capped < 0.6
+  assert objective.summarise({**metrics, **extra})['importance_capped_fraction'] == pytest.approx(
+      capped)
   # the trainer's own routing overrides exactly what differs from the record
   strict = objective.make_rl_loss(model_config, dataclasses.replace(config, replay_slack=0.0))
   _, metrics = jax.jit(strict)(params, batch)
