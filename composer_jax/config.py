@@ -17,6 +17,19 @@ from typing import Any, TypeVar
 from composer_jax.errors import UserError
 
 T = TypeVar('T')
+INT32_MAX = 2**31 - 1  # what counters and seeds hold on a device
+_LARGEST_INT = 2**63 - 1
+
+
+def check_range(config: Any, least: int, most: int, *names: str) -> None:
+  """Checks fields of a dataclass, for its `__post_init__`.
+
+  Raises:
+    ValueError: names the field that is outside `least` .. `most`.
+  """
+  for name in names:
+    if not least <= getattr(config, name) <= most:
+      raise ValueError(f'{name} must be between {least} and {most}, got {getattr(config, name)}')
 
 
 def build(cls: type[T], mapping: Mapping[str, Any], path: str = 'config') -> T:
@@ -144,8 +157,10 @@ def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
     value = float(value)
   if hint is int and isinstance(value, bool) or not isinstance(value, hint):
     raise _wrong_type(where, hint.__name__, value)
-  if hint is float and math.isnan(value):
-    raise UserError(f'{where}: is not a number (nan)')
+  if hint is float and not math.isfinite(value):
+    raise UserError(f'{where}: is not a finite number ({value})')
+  if hint is int and abs(value) > _LARGEST_INT:
+    raise UserError(f'{where}: {value} is too large')
   return value
 
 

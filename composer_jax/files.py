@@ -37,6 +37,30 @@ def replacing(path: str | os.PathLike, mode: Literal['w', 'wb'] = 'w') -> Iterat
     raise
 
 
+def read_json(path: str | os.PathLike, *required: str) -> dict[str, Any]:
+  """Returns the object of a JSON file.
+
+  Args:
+    path: the file.
+    *required: keys that it must have.
+
+  Raises:
+    UserError: it cannot be read, or is damaged: no JSON, no object, or without a required key.
+  """
+  try:
+    value = json.loads(pathlib.Path(path).read_text(encoding='utf-8'))
+  except OSError as error:
+    raise UserError(f'{path}: cannot be read ({error.strerror})') from error
+  except (ValueError, RecursionError) as error:
+    raise UserError(f'{path} is damaged: {error}') from error
+  if not isinstance(value, dict):
+    raise UserError(f'{path} is damaged: is no JSON object')
+  for key in required:
+    if key not in value:
+      raise UserError(f'{path} is damaged: holds no {key}')
+  return value
+
+
 def json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
   """Returns the objects of a JSONL file, without an unfinished last line that a kill has left.
 

@@ -40,7 +40,8 @@ def load(spec: str, overrides: Iterable[tuple[str, str]] = ()) -> dict[str, Any]
     config = call_get_config(load_module(path), argument)
   for key, text in overrides:
     set_value(config, key, parse_value(text, current_value(config, key)))
-  return as_dict(config.to_dict())
+  with _errors_of(path):  # placeholders that nobody filled, keys of several kinds
+    return as_dict(config.to_dict())
 
 
 def load_module(path: Path) -> types.ModuleType:
@@ -92,9 +93,9 @@ def call_get_sweep(module: types.ModuleType) -> list[dict[str, Any]]:
   with _folders_on_path(path), _errors_of(path):
     found = list(module.get_sweep())
   for overrides in found:
-    if not isinstance(overrides, dict):
-      raise UserError(f'--config={path}: get_sweep() yields dicts of overrides, '
-                      f'not {type(overrides).__name__}')
+    if not isinstance(overrides, dict) or not all(isinstance(key, str) for key in overrides):
+      raise UserError(f'--config={path}: get_sweep() yields dicts of overrides '
+                      f'{{"section.field": value}}, not {overrides!r}')
   return found
 
 
@@ -173,7 +174,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     value = json.loads(path.read_text(encoding='utf-8'))
   except OSError as error:
     raise UserError(f'--config={path}: {error.strerror}') from error
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise UserError(f'--config={path}: is not JSON ({error})') from error
   if isinstance(value, dict) and {'config', 'fingerprint'} <= value.keys():
     value = value['config']  # the form in which a run keeps its own config
@@ -199,7 +200,7 @@ def _errors_of(path: Path) -> Iterator[None]:
     yield
   except UserError:
     raise
-  except Exception as error:
+  except (Exception, SystemExit) as error:
     line = getattr(error, 'lineno', None)
     trace = error.__traceback__
     while trace is not None:

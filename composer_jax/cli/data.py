@@ -6,6 +6,7 @@ from absl import flags
 
 from composer_jax.cli import arguments
 from composer_jax.errors import UserError
+from composer_jax.files import read_json
 
 HELP = """
 usage: composer-jax data build --config=FILE [--config.section.field=value ...] --workdir=DIR
@@ -43,7 +44,7 @@ def inspect(args: arguments.Arguments) -> None:
   workdir = args.workdir(must_exist=True)
   for path in (workdir / 'data' / 'manifest.json', workdir / 'manifest.json'):
     if path.exists():
-      manifest = json.loads(path.read_text(encoding='utf-8'))
+      manifest = read_json(path, 'sources')
       break
   else:
     raise UserError(f'--workdir={workdir}: holds no corpus (run composer-jax data build)')

@@ -51,7 +51,7 @@ def main(args: arguments.Arguments) -> None:
     _print_parameters(args.flags.model, facts['parameters'])
   if workdir:
     facts['log_probs'] = logprobs(workdir)
-    _print_section('log_probs', facts['log_probs'])
+    _print_section('log-probs', facts['log_probs'])
   args.write_json(facts)
   if workdir and not facts['log_probs']['ok']:
     raise NumericsError(f'log-probs differ: training against sampling path '

@@ -32,6 +32,9 @@ LATER = {
     'bench': 'measure kernels, steps, rollout and sandbox',
 }
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+# a path that the user named, or put there, cannot be used
+_NO_ACCESS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EROFS,
+              errno.ENAMETOOLONG)
 
 
 def overview() -> str:
@@ -68,9 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
   except Stopped as stop:
     return _stopped(stop)
   except OSError as error:
-    if error.errno not in _DISK_FULL:
-      raise
-    return _fail(f'disk full: {error.filename or error}', InfrastructureError.exit_code)
+    if error.errno in _DISK_FULL:
+      return _fail(f'disk full: {error.filename or error}', InfrastructureError.exit_code)
+    if error.errno in _NO_ACCESS and error.filename:
+      return _fail(f'{error.filename}: {error.strerror}', UserError.exit_code)
+    raise
 
 
 def console() -> None:

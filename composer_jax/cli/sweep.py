@@ -44,5 +44,7 @@ def main(args: arguments.Arguments) -> None:
 
 def _resolve(config: dict, overrides: dict) -> dict:
   """Applies one trial's overrides and checks the result as `run` would."""
-  from composer_jax.recipe import schema
-  return as_dict(schema.resolve(config_file.override(config, overrides)))
+  from composer_jax.recipe import checks, schema
+  recipe = schema.resolve(config_file.override(config, overrides))
+  checks.check(recipe)
+  return as_dict(recipe)

@@ -87,7 +87,10 @@ class CorpusConfig:
       raise ValueError('heldout_fraction must lie between 0 and 1')
     if not 262 <= self.vocab_size <= 65_536:
       raise ValueError('vocab_size must lie between 262 and 65536 (tokens are stored as uint16)')
-    if self.tokenizer_bytes <= 0:
-      raise ValueError('tokenizer_bytes must be positive')
+    for name in ('tokenizer_bytes', 'max_file_bytes', 'max_mean_line', 'max_line'):
+      if getattr(self, name) <= 0:
+        raise ValueError(f'{name} must be above 0')
+    if min(self.min_file_bytes, self.heldout_bytes) < 0:
+      raise ValueError('min_file_bytes and heldout_bytes must not be negative')
     if any(weight < 0 for weight in self.tokenizer_weights.values()):
       raise ValueError('tokenizer_weights must not be negative')

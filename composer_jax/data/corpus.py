@@ -28,7 +28,7 @@ from composer_jax.data import compression, sources
 from composer_jax.data import tokenizer as tokenizer_lib
 from composer_jax.data.config import CorpusConfig
 from composer_jax.errors import InfrastructureError, UserError
-from composer_jax.files import replacing
+from composer_jax.files import read_json, replacing
 from composer_jax.progress import Progress, progress
 
 SPLITS = ('train', 'heldout')
@@ -121,12 +121,9 @@ class Corpus:
       UserError: there is none, or it is damaged.
     """
     self.path = pathlib.Path(path)
-    try:
-      self.manifest: dict[str, Any] = json.loads((self.path / 'manifest.json').read_text())
-    except OSError as error:
-      raise UserError(f'{path}: holds no corpus ({error.strerror} for manifest.json)') from error
-    except ValueError as error:
-      raise UserError(f'{path}/manifest.json: is damaged ({error})') from error
+    if not (self.path / 'manifest.json').exists():
+      raise UserError(f'{path}: holds no corpus (no manifest.json)')
+    self.manifest: dict[str, Any] = read_json(self.path / 'manifest.json', 'sources')
     self.sources: list[str] = list(self.manifest['sources'])
     self._tokenizer: tokenizer_lib.Tokenizer | None = None
 

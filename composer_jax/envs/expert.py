@@ -164,24 +164,28 @@ def play_all(jobs: Iterator[tuple[int, Task, Player]], pool: Pool, grader: Grade
   """
   active: list[_Attempt] = []
   exhausted = False
-  while active or not exhausted:
-    while not exhausted and len(active) < concurrency:
-      job = next(jobs, None)
-      if job is None:
-        exhausted = True
-        break
-      sandbox = pool.acquire()
-      if sandbox is None:
-        raise UserError(f'the pool has fewer than {concurrency} free sandboxes')
-      index, task, player = job
-      episode = Episode(task, sandbox, grader, renderer, sample_index=index, release=pool.release)
-      active.append(_Attempt(index, episode, player, renderer))
-    over = [attempt for attempt in active if attempt.step()]
-    active = [attempt for attempt in active if attempt not in over]
-    for attempt in over:
-      yield attempt.index, attempt.episode
-    if active and not over:
-      _wait(active)
+  try:
+    while active or not exhausted:
+      while not exhausted and len(active) < concurrency:
+        job = next(jobs, None)
+        if job is None:
+          exhausted = True
+          break
+        sandbox = pool.acquire()
+        if sandbox is None:
+          raise UserError(f'the pool has fewer than {concurrency} free sandboxes')
+        index, task, player = job
+        episode = Episode(task, sandbox, grader, renderer, sample_index=index, release=pool.release)
+        active.append(_Attempt(index, episode, player, renderer))
+      over = [attempt for attempt in active if attempt.step()]
+      active = [attempt for attempt in active if attempt not in over]
+      for attempt in over:
+        yield attempt.index, attempt.episode
+      if active and not over:
+        _wait(active)
+  finally:  # also when the caller stops, or something fails: the pool gets its sandboxes back
+    for attempt in active:
+      attempt.episode.abort('stopped')
 
 
 def _wait(active: list[_Attempt]) -> None:

@@ -73,10 +73,13 @@ def write_traces(path: str | os.PathLike, tasks: Sequence[Task], pool: Pool, gra
   config = config or ExpertConfig()
   source = fingerprint([seed, count, config, _sample_of(tasks), len(tasks),
                         renderer.user('x'), renderer.call('read_file')])
-  if path.exists():
-    return _stats(_read(path, source), 0)
-  path.parent.mkdir(parents=True, exist_ok=True)
   partial = _partial(path)
+  if path.exists():
+    rows = _read(path, source)
+    if [row['index'] for row in rows] == list(range(count)):
+      return _stats(rows, 0)
+    os.replace(path, partial)  # somebody shortened it
+  path.parent.mkdir(parents=True, exist_ok=True)
   rows = {row['index']: row for row in _read(partial, source)} if partial.exists() else {}
   with replacing(partial) as stream:  # without the half line that a kill may have left
     stream.writelines(_line(row) for row in rows.values())

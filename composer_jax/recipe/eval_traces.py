@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_jax.envs.types import Task, Trace
-from composer_jax.files import replacing
+from composer_jax.files import json_lines, replacing
 from composer_jax.rl import traces
 from composer_jax.rl.environment import outcome_of
 from composer_jax.rl.samples import Sample
@@ -45,8 +45,7 @@ def thin(path: Path) -> None:
     path: written by `writer`; doing it twice changes nothing.
   """
   kept: dict[tuple[str, bool], dict[str, Any]] = {}
-  for line in path.read_text(encoding='utf-8').splitlines():
-    row = json.loads(line)
+  for row in json_lines(path):
     key = row['task_id'], row['correct'] == 1
     kept[key] = min(kept.get(key, row), row, key=lambda row: row['id'])
   with replacing(path) as file:

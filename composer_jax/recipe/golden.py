@@ -18,11 +18,12 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from composer_jax import models
 from composer_jax.config import build
 from composer_jax.errors import NumericsError
+from composer_jax.files import read_json
 from composer_jax.models.config import ModelConfig
 from composer_jax.recipe import versions
 from composer_jax.recipe.schema import TRAINING_STAGES
 from composer_jax.recipe.stages import Context
-from composer_jax.recipe.workdir import read_json, write_json
+from composer_jax.recipe.workdir import write_json
 
 GOLDEN_FILE = 'golden.json'
 # Our choice. Both paths run in float32 on one machine; another machine sums in another order.
@@ -85,6 +86,8 @@ class Golden:
   def __post_init__(self):
     if len(self.prompts) != len(PROMPTS):
       raise ValueError(f'holds {len(self.prompts)} prompts, not {len(PROMPTS)}')
+    if self.stage not in TRAINING_STAGES:
+      raise ValueError(f'stage {self.stage!r} leaves no parameters')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """Wall time and memory of a run, sampled while it runs so that a killed run still counts."""
 
 import contextlib
-import json
 import pathlib
 import threading
 import time
 
 import psutil
 
-from composer_jax.errors import InfrastructureError
+from composer_jax.errors import InfrastructureError, UserError
+from composer_jax.files import read_json
 from composer_jax.recipe.workdir import write_json
 
 
@@ -49,9 +49,13 @@ class Monitor:
     self._stop = threading.Event()
     self._thread = threading.Thread(target=self._watch, daemon=True, name='monitor')
     self._start = time.monotonic()
-    before = json.loads(path.read_text()) if path.exists() else {}
-    self._earlier_s = before.get('wall_s', 0.0)
-    self._peak_gb = before.get('peak_rss_gb', 0.0)
+    before = {}
+    if path.exists():
+      with contextlib.suppress(UserError):  # a damaged clock starts again; it stops no run
+        before = read_json(path)
+    self._earlier_s, self._peak_gb = (
+        before[name] if isinstance(before.get(name), (int, float)) else 0.0
+        for name in ('wall_s', 'peak_rss_gb'))
 
   def __enter__(self) -> 'Monitor':
     self._start = time.monotonic()

@@ -1,5 +1,6 @@
 """Runs the stages of a recipe in one folder: what is finished stays, the rest continues."""
 
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from composer_jax import report
 from composer_jax.envs.sandbox import support
 from composer_jax.errors import UserError
+from composer_jax.files import read_json
 from composer_jax.recipe import checks, golden, schema, stages, versions, workdir
 from composer_jax.recipe.monitor import Monitor
 
@@ -29,7 +31,7 @@ def run(config: Mapping[str, Any], folder: str | pathlib.Path, *,
   """
   recipe = schema.resolve(config)
   checks.check(recipe)
-  folder = pathlib.Path(folder).resolve()
+  folder = pathlib.Path(os.path.realpath(folder))
   chosen = _choose(recipe, only)
   prints = stages.fingerprints(recipe)
   if dry_run:
@@ -71,8 +73,8 @@ def evaluate(folder: str | pathlib.Path, stage: str, *, dry_run: bool = False) -
   path = pathlib.Path(folder) / 'config.json'
   if not path.exists():
     raise UserError(f'--workdir={folder}: holds no run')
-  config = dict(workdir.read_json(path)['config'])
-  config['stages'] = [*config['stages'], name]
+  config = dict(read_json(path, 'config')['config'])
+  config['stages'] = [*config.get('stages', ()), name]
   results = run(config, folder, only=[name], dry_run=dry_run)
   return results if dry_run else results['eval'][stage]
 
@@ -95,7 +97,7 @@ def adopt_stages(config: Mapping[str, Any], folder: pathlib.Path,
       summary = sibling / 'stages' / stage / 'summary.json'
       if sibling == folder or not summary.exists():
         continue
-      if workdir.read_json(summary)['fingerprint'] != prints[stage]:
+      if read_json(summary, 'fingerprint')['fingerprint'] != prints[stage]:
         continue
       if stage == 'data':
         workdir.adopt(sibling / 'data', folder / 'data', last='manifest.json')
@@ -112,7 +114,7 @@ def write_results(context: stages.Context, monitor: Monitor) -> dict[str, Any]:
     path = context.folder(stage) / 'summary.json'
     if not path.exists():
       continue
-    summary = workdir.read_json(path)
+    summary = read_json(path, 'fingerprint')
     summary.pop('fingerprint')
     if stage.startswith('eval_'):
       results['eval'][stage.removeprefix('eval_')] = summary

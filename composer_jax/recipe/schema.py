@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from composer_jax.config import build
+from composer_jax.config import INT32_MAX, build, check_range
 from composer_jax.data.config import CorpusConfig
 from composer_jax.envs.expert import ExpertConfig
 from composer_jax.envs.sandbox import SandboxConfig
@@ -85,6 +85,7 @@ class EvalConfig:
   def __post_init__(self):
     if not 0 <= self.max_invalid < 1:
       raise ValueError('max_invalid must be at least 0 and below 1')
+    check_range(self, 0, INT32_MAX, 'seed')
     if min(self.tasks, self.samples_per_task, self.bootstrap_samples) < 1:
       raise ValueError('tasks, samples_per_task and bootstrap_samples must be at least 1')
 
@@ -142,8 +143,8 @@ class Recipe:
     if self.model.vocab_size != self.data.vocab_size:
       raise ValueError(f'model.vocab_size {self.model.vocab_size} differs from data.vocab_size '
                        f'{self.data.vocab_size}')
-    if self.grading_sandboxes < 1:
-      raise ValueError('grading_sandboxes must be at least 1')
+    check_range(self, 1, 1024, 'grading_sandboxes')
+    check_range(self, 0, INT32_MAX, 'seed')
 
 
 def resolve(config: Mapping[str, Any]) -> Recipe:

@@ -23,11 +23,11 @@ from composer_jax.envs.types import Task
 from composer_jax.errors import InfrastructureError, UserError
 from composer_jax.evals import perplexity
 from composer_jax.evals import runner as eval_runner
+from composer_jax.files import read_json
 from composer_jax.models.config import ModelConfig
 from composer_jax.progress import progress
 from composer_jax.recipe import eval_traces
 from composer_jax.recipe.schema import FUNCTIONS, SUPERVISED_STAGES, Recipe, resolve
-from composer_jax.recipe.workdir import read_json
 from composer_jax.rl import trainer as rl_trainer
 from composer_jax.rl.environment import EpisodeEnvironment
 from composer_jax.rl.traces import TraceLog
@@ -79,7 +79,7 @@ def open_run(folder: pathlib.Path) -> Context:
   path = folder / 'config.json'
   if not path.exists():
     raise UserError(f'{folder}: holds no run')
-  return Context(resolve(read_json(path)['config']), folder)
+  return Context(resolve(read_json(path, 'config')['config']), folder)
 
 
 def model_at(recipe: Recipe, stage: str) -> ModelConfig:

@@ -12,7 +12,7 @@ from typing import Any
 
 from composer_jax.config import as_dict, fingerprint
 from composer_jax.errors import InfrastructureError, UserError
-from composer_jax.files import replacing
+from composer_jax.files import read_json, replacing
 
 FOREIGN_KEYS = ('stages',)  # which stages to run may change from one call to the next
 
@@ -32,18 +32,6 @@ def write_json(path: pathlib.Path, value: Any) -> None:
     raise InfrastructureError(f'cannot write {path}: {error.strerror or error}') from error
 
 
-def read_json(path: pathlib.Path) -> Any:
-  """Reads a JSON file of the run folder.
-
-  Raises:
-    UserError: the file is damaged (written by something else than `write_json`).
-  """
-  try:
-    return json.loads(path.read_text())
-  except (ValueError, UnicodeDecodeError) as error:
-    raise UserError(f'{path} is damaged: {error}') from error
-
-
 def claim(workdir: pathlib.Path, config: Any, version: dict[str, str]) -> None:
   """Creates the run folder for a config, or checks that it already belongs to that config.
 
@@ -61,18 +49,23 @@ def claim(workdir: pathlib.Path, config: Any, version: dict[str, str]) -> None:
   path = workdir / 'config.json'
   resolved = as_dict(config)
   if not path.exists():
-    strangers = sorted(p.name for p in workdir.iterdir() if not p.name.startswith('.'))
+    strangers = foreign_files(workdir)
     if strangers:
       raise UserError(f'--workdir={workdir} is not empty and holds no run ({strangers[0]}, ...)')
     write_json(path, {'run_id': uuid.uuid4().hex[:12], 'config': resolved,
                       'fingerprint': fingerprint(_identity(resolved)), 'version': version})
     return
-  stored = read_json(path)['config']
+  stored = read_json(path, 'config')['config']
   difference = first_difference(_identity(stored), _identity(resolved))
   if difference:
     key, old, new = difference
     raise UserError(f'--workdir={workdir} belongs to another config: {key} is {old!r} there and '
                     f'{new!r} here; choose another folder')
+
+
+def foreign_files(folder: pathlib.Path) -> list[str]:
+  """Returns the names in a folder that is to become a run or a sweep; hidden ones do not count."""
+  return sorted(p.name for p in folder.iterdir() if not p.name.startswith('.'))
 
 
 def _identity(config: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +113,7 @@ def finished(stage_dir: pathlib.Path, stage_fingerprint: str) -> dict[str, Any] 
   path = stage_dir / 'summary.json'
   if not path.exists():
     return None
-  summary = read_json(path)
+  summary = read_json(path, 'fingerprint')
   if summary['fingerprint'] != stage_fingerprint:
     raise UserError(f'{stage_dir} was made with other settings; choose another --workdir')
   return summary

@@ -1,13 +1,13 @@
 """The comparison page of a sweep: one table with intervals, and the trials' curves overlaid."""
 
 import dataclasses
-import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 from composer_jax.errors import UserError
+from composer_jax.files import read_json
 from composer_jax.redact import redact
 from composer_jax.report import curves, folder, page, svg, tables
 
@@ -56,11 +56,7 @@ def build(workdir: str | os.PathLike) -> Path:
   workdir = Path(workdir)
   if not (workdir / SWEEP_FILE).exists():
     raise UserError(f'--workdir={workdir}: holds no sweep (no {SWEEP_FILE})')
-  try:
-    trials = json.loads((workdir / SWEEP_FILE).read_text(encoding='utf-8'))['trials']
-  except (ValueError, KeyError) as error:
-    raise UserError(f'{workdir / SWEEP_FILE}: is damaged ({error})') from error
-  rows = [_row(workdir, trial) for trial in trials]
+  rows = [_row(workdir, trial) for trial in read_trials(workdir / SWEEP_FILE)]
   keys = list(dict.fromkeys(key for row in rows for key in row.overrides))
   text = page.template('sweep.html.j2').render(
       name=workdir.resolve().name, rows=rows, keys=keys,
@@ -68,6 +64,20 @@ def build(workdir: str | os.PathLike) -> Path:
       eval_names=list(dict.fromkeys(e.name for row in rows for e in row.evals)),
       charts=overlays(rows), forest=forest(rows))
   return page.write(workdir / 'report.html', text)
+
+
+def read_trials(path: Path) -> list[dict[str, Any]]:
+  """Returns the trials of a `sweep.json`.
+
+  Raises:
+    UserError: it is damaged.
+  """
+  trials = read_json(path, 'trials')['trials']
+  sound = isinstance(trials, list) and all(
+      isinstance(trial, dict) and trial.keys() >= {'id', 'overrides', 'status'} for trial in trials)
+  if not sound:
+    raise UserError(f'{path} is damaged: no list of trials')
+  return trials
 
 
 def label(row: Row) -> str:

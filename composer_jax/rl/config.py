@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from composer_jax.config import nearest
+from composer_jax.config import INT32_MAX, check_range, nearest
 from composer_jax.envs.rewards import BEHAVIOUR_PARTS
 from composer_jax.rl.objective import ObjectiveConfig
 from composer_jax.rl.shaping import LengthPenaltyConfig
@@ -77,8 +77,8 @@ class RLConfig:
         raise ValueError(f'{name} must be at least 1')
     if not 2 <= self.min_group_size <= self.group_size:
       raise ValueError('need 2 <= min_group_size <= group_size: an advantage compares members')
-    if self.max_staleness < 0 or self.max_extra_groups < 0 or self.steps < 0:
-      raise ValueError('steps, max_staleness and max_extra_groups must not be negative')
+    check_range(self, 0, INT32_MAX, 'steps', 'max_staleness', 'max_extra_groups', 'trace_every',
+                'trace_groups')
     if self.kl_coefficient < 0 or self.selection_bias_rate < 0:
       raise ValueError('kl_coefficient and selection_bias_rate must not be negative')
     unknown = sorted(self.behaviour.keys() - set(BEHAVIOUR_PARTS))

@@ -178,7 +178,7 @@ class _Stage:
     metrics = jax.device_get(metrics)  # waits, so that nothing below is charged to the next step
     self.weights.publish(version + 1, self.state.full_params())
     self.buffer.advance(version + 1)
-    if metrics['bad_steps'] >= _MAX_BAD_STEPS:
+    if metrics['bad_steps'] >= min(_MAX_BAD_STEPS, self.config.steps):
       raise NumericsError(f'rl: {int(metrics["bad_steps"])} updates in a row without a finite '
                           'gradient; lower the learning rate')
     return {**telemetry.rollout_figures(groups, version),

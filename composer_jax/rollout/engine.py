@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt16, UInt32
 
+from composer_jax.config import INT32_MAX, check_range
 from composer_jax.errors import UserError
 from composer_jax.models import cache as cache_lib
 from composer_jax.models import transformer
@@ -63,6 +64,9 @@ class EngineConfig:
   seed: int = 0
 
   def __post_init__(self):
+    check_range(self, 0, INT32_MAX, 'seed')
+    if not self.prefill_buckets:
+      raise ValueError('prefill_buckets: there must be one')
     if min(self.slots, self.max_len, self.decode_chunk, *self.prefill_buckets,
            *self.decode_rows, *self.cache_views) < 1:
       raise ValueError('slots, max_len, decode_chunk, decode_rows, prefill_buckets and cache_views '

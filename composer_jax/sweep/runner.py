@@ -9,7 +9,7 @@ from typing import Any
 
 from composer_jax.errors import InfrastructureError, UserError
 from composer_jax.progress import progress
-from composer_jax.recipe.workdir import exclusive, read_json, write_json
+from composer_jax.recipe.workdir import exclusive, foreign_files, write_json
 from composer_jax.report import comparison
 from composer_jax.sweep.trials import Trial
 
@@ -64,7 +64,7 @@ class Record:
 
   def __init__(self, path: Path, trials: list[Trial]):
     self.path = path
-    self._trials = {t['id']: t for t in (read_json(path)['trials'] if path.exists() else [])}
+    self._trials = {t['id']: t for t in (comparison.read_trials(path) if path.exists() else ())}
     for trial in trials:
       self._trials.setdefault(trial.id, trial.as_json() | {'status': 'planned', 'error': None})
     self._write()
@@ -152,13 +152,19 @@ def _claim(workdir: Path) -> None:
   """Makes the folder, or checks that it belongs to a sweep.
 
   Raises:
-    UserError: it is the folder of a run, or no folder.
+    UserError: it is the folder of a run, holds other files, or is no folder.
     InfrastructureError: it cannot be made.
   """
   if (workdir / 'config.json').exists():
     raise UserError(f'--workdir={workdir} is the folder of a run; choose another for the sweep')
   try:
-    (workdir / 'trials').mkdir(parents=True, exist_ok=True)
+    workdir.mkdir(parents=True, exist_ok=True)
+    if not (workdir / comparison.SWEEP_FILE).exists():
+      strangers = [name for name in foreign_files(workdir) if name != 'trials']
+      if strangers:
+        raise UserError(f'--workdir={workdir} is not empty and holds no sweep '
+                        f'({strangers[0]}, ...)')
+    (workdir / 'trials').mkdir(exist_ok=True)
   except (FileExistsError, NotADirectoryError) as error:
     raise UserError(f'--workdir={workdir} is not a folder') from error
   except OSError as error:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from composer_jax.config import INT32_MAX, check_range
 from composer_jax.models.config import ModelConfig, RopeScaling
 from composer_jax.train.losses import LossConfig
 from composer_jax.train.optimizer import OptimizerConfig
@@ -56,13 +57,13 @@ class StageConfig:
                  'max_to_keep', 'max_bad_steps'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name} must be at least 1')
-    for name in ('steps', 'eval_every', 'eval_max_bytes', 'context_weight', 'bias_update_rate'):
+    for name in ('eval_every', 'eval_max_bytes', 'context_weight', 'bias_update_rate'):
       if getattr(self, name) < 0:
         raise ValueError(f'{name} must be at least 0')
+    check_range(self, 0, INT32_MAX, 'steps', 'seed')
     if self.batch_size % self.accumulate:
       raise ValueError(f'accumulate {self.accumulate} does not divide batch_size {self.batch_size}')
-    if self.rope_factor < 1:
-      raise ValueError('rope_factor must be at least 1')
+    check_range(self, 1, 10_000, 'rope_factor')
     if self.loss.head_chunk and self.seq_len % self.loss.head_chunk:
       raise ValueError(f'loss.head_chunk {self.loss.head_chunk} does not divide seq_len')
 

@@ -80,7 +80,7 @@ def run_loop(stage: StageConfig, folder: str | Path, *, state: TrainState, step_
     The state after the last step, and a summary: `steps`, `tokens`, `wall_s`, `loss`, `eval`.
 
   Raises:
-    NumericsError: `stage.max_bad_steps` updates in a row had no finite gradient.
+    NumericsError: `stage.max_bad_steps` updates in a row, or all, had no finite gradient.
     InfrastructureError: the disk is full; the newest complete checkpoint stays.
     UserError: the loader ran dry.
     Stopped: SIGTERM or SIGINT came; the step was finished and saved.
@@ -156,7 +156,7 @@ class _Run:
     rows = jax.device_get(self.window)
     seconds = time.monotonic() - self.window_started
     worst = max(int(row['bad_steps']) for row in rows)
-    if worst >= self.stage.max_bad_steps:
+    if worst >= min(self.stage.max_bad_steps, self.stage.steps):
       raise NumericsError(f'no finite gradient in {worst} steps in a row (step {self.cursor.step});'
                           ' lower the learning rate, or look at the data')
     tokens = sum(int(row['tokens']) for row in rows)

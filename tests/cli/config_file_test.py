@@ -130,7 +130,8 @@ def test_imports_from_a_folder_beside_its_own(tmp_path):
 
 @pytest.mark.parametrize(('source', 'message'), [
     ('x = 1', 'has no get_sweep'), ('def get_sweep():\n  yield 1 / 0', r's\.py:2: ZeroDivision'),
-    ('def get_sweep():\n  return [("a", 1)]', 'yields dicts of overrides, not tuple')])
+    ('def get_sweep():\n  return [("a", 1)]', 'yields dicts of overrides'),
+    ('def get_sweep():\n  return [{3: 3}]', 'yields dicts of overrides')])
 def test_bad_sweeps(tmp_path, source, message):
   (tmp_path / 's.py').write_text(source)
   with pytest.raises(UserError, match=message):

@@ -200,9 +200,10 @@ def test_one_line_errors(corpus, corpus_config, tmp_path, monkeypatch):
 def test_a_damaged_manifest_is_named(corpus, tmp_path):
   copy = tmp_path / 'copy'
   shutil.copytree(corpus.path, copy)
-  (copy / 'manifest.json').write_text(json.dumps(corpus.manifest)[:-5])
-  with pytest.raises(UserError, match='manifest.json: is damaged'):
-    corpus_lib.Corpus(copy)
+  for content in (json.dumps(corpus.manifest)[:-5], '{}', '[]'):
+    (copy / 'manifest.json').write_text(content)
+    with pytest.raises(UserError, match='manifest.json is damaged'):
+      corpus_lib.Corpus(copy)
 
 
 def test_config_from_a_mapping():

@@ -82,8 +82,15 @@ def test_traces_resume_and_do_not_depend_on_concurrency(tmp_path, pool, grader, 
   assert seen == list(range(3, 13))
   assert not partial.exists()
   write_traces(two, TASKS, pool, grader, renderer, seed=4, count=12)  # done: nothing is played
+  two.write_text(''.join(lines[:3]))  # as nobody should: the rest is played again
+  write_traces(two, TASKS, pool, grader, renderer, seed=4, count=12, concurrency=4)
+  assert two.read_text() == one.read_text()
   with pytest.raises(UserError, match='other tasks, seed'):
     write_traces(two, TASKS, pool, grader, renderer, seed=5, count=12)
+  for content in ('garbage\n', '[]\n', '{"a": 1}\n'):
+    two.write_text(content)
+    with pytest.raises(UserError, match='two.jsonl'):
+      write_traces(two, TASKS, pool, grader, renderer, seed=4, count=12)
 
 
 class StallingGrader:

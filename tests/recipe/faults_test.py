@@ -1,7 +1,9 @@
 """Bad input: one clear line, the right exit code, and nothing lost."""
 
+import json
 import os
 import re
+import shutil
 
 import pytest
 
@@ -57,6 +59,16 @@ def contents(folder):
     ('model.q_lora_rank=-1', ['model', 'q_lora_rank']),
     ('model.moe_intermediate_size=0', ['model', 'moe_intermediate_size']),
     ('cpt.seq_len=4096', ['cpt.seq_len', '4096', 'context']),
+    ('cpt.rope_factor=1e308', ['cpt', 'rope_factor']),
+    ('cpt.optimizer.lr=1e999', ['cpt.optimizer.lr', 'finite']),
+    ('cpt.seed=-1', ['cpt', 'seed']),
+    ('cpt.steps=99999999999999999999999', ['cpt.steps', 'large']),
+    ('model.max_position_embeddings=0', ['model', 'max_position_embeddings']),
+    ('model.rope_theta=-1.0', ['model', 'rope_theta']),
+    ('rl.trace_groups=-1', ['rl', 'trace_groups']),
+    ('sampler.prefill_buckets=()', ['sampler', 'prefill_buckets']),
+    ('data.max_line=0', ['data', 'max_line']),
+    ('grading_sandboxes=1000000', ['grading_sandboxes']),
 ])
 def test_a_wrong_config_is_refused_before_anything_is_written(fails, tmp_path, override, words):
   folder = tmp_path / 'run'
@@ -66,7 +78,8 @@ def test_a_wrong_config_is_refused_before_anything_is_written(fails, tmp_path, o
 
 
 def test_more_tasks_than_a_level_has(fails, tmp_path):
-  line = fails(tmp_path / 'run', '--config.tasks.level=l2', '--config.eval.tasks=200')
+  line = fails(tmp_path / 'run', '--config.tasks.level=l2', '--config.eval.tasks=200',
+               '--config.tasks.l2.limits.max_tokens=256')
   assert 'config.eval.tasks: needs 200 l2 tasks of heldout, and there are 24' in line
 
 
@@ -152,9 +165,27 @@ def test_a_finished_run_needs_no_sandbox(smoke_run, command_line, monkeypatch, c
     support._probe.cache_clear()
 
 
-def test_a_damaged_summary_is_named(fails, smoke_run, tmp_path):
+@pytest.mark.parametrize('content', ['{"finger', '[1]', '{}', 'null', '\udcff'])
+@pytest.mark.parametrize('name', ['config.json', 'stages/data/summary.json'])
+def test_a_damaged_file_is_named(fails, smoke_run, tmp_path, name, content):
   folder = tmp_path / 'run'
   (folder / 'stages' / 'data').mkdir(parents=True)
   (folder / 'config.json').write_bytes((smoke_run / 'config.json').read_bytes())
-  (folder / 'stages' / 'data' / 'summary.json').write_text('{"finger')
-  assert 'summary.json is damaged' in fails(folder, '--stages=data')
+  (folder / name).write_text(content, errors='surrogateescape')
+  assert f'{folder / name} is damaged' in fails(folder, '--stages=data')
+
+
+@pytest.mark.parametrize('content', ['garbage', '[]', '{"wall_s": "long"}'])
+def test_a_damaged_clock_stops_no_run(smoke_run, command_line, tmp_path, content):
+  folder = tmp_path / 'run'
+  shutil.copytree(smoke_run, folder, ignore=shutil.ignore_patterns('checkpoints', '.xla'))
+  (folder / 'usage.json').write_text(content)
+  assert main.main(['run', command_line.config, f'--workdir={folder}']) == 0
+  assert json.loads((folder / 'usage.json').read_text())['wall_s'] > 0
+
+
+def test_paths_that_cannot_be_used(fails, tmp_path):
+  loop = tmp_path / 'loop'
+  loop.symlink_to(loop)
+  assert 'is not a folder' in fails(loop)
+  assert 'File name too long' in fails(tmp_path / ('x' * 300), code=3)

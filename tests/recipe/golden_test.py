@@ -102,7 +102,7 @@ def test_another_tokenizer_fails(kept):
 @pytest.mark.parametrize(('change', 'words'), [
   (lambda c: c['prompts'].pop(), '15 prompts, not 16'),
   (lambda c: c['prompts'][1]['logprobs'].pop(), 'one log-prob'),
-  (lambda c: c['prompts'][2]['logprobs'].__setitem__(0, math.nan), 'not a number'),
+  (lambda c: c['prompts'][2]['logprobs'].__setitem__(0, math.nan), 'not a finite number'),
   (lambda c: c.pop('versions'), 'versions'),
   (lambda c: c.update(stage='dessert'), 'dessert')])
 def test_a_damaged_file_is_named(kept, tmp_path, change, words):

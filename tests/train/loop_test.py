@@ -159,6 +159,8 @@ def test_lost_updates_are_counted_and_end_the_stage(run, tmp_path):
     run(tmp_path / 'many', loader=RandomLoader(poison=(6, 7, 8)), max_bad_steps=3)
   with CheckpointManager(tmp_path / 'many' / 'checkpoints') as manager:
     assert manager.steps() == [5]  # nothing was saved after the trouble began
+  with pytest.raises(NumericsError, match='2 steps in a row'):  # a stage that learnt nothing
+    run(tmp_path / 'short', loader=RandomLoader(poison=(1, 2)), steps=2)
 
 
 def test_data_that_ends_early_is_a_user_error(run, tmp_path):
