@@ -50,7 +50,7 @@ def read_json(path: str | os.PathLike, *required: str) -> dict[str, Any]:
   try:
     value = json.loads(pathlib.Path(path).read_text(encoding='utf-8'))
   except OSError as error:
-    raise UserError(f'{path}: cannot be read ({error.strerror})') from error
+    raise UserError(f'{path}: cannot be read ({error.strerror or error})') from error
   except (ValueError, RecursionError) as error:
     raise UserError(f'{path} is damaged: {error}') from error
   if not isinstance(value, dict):

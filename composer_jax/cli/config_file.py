@@ -173,7 +173,7 @@ def _read_json(path: Path) -> dict[str, Any]:
   try:
     value = json.loads(path.read_text(encoding='utf-8'))
   except OSError as error:
-    raise UserError(f'--config={path}: {error.strerror}') from error
+    raise UserError(f'--config={path}: {error.strerror or error}') from error
   except (ValueError, RecursionError) as error:
     raise UserError(f'--config={path}: is not JSON ({error})') from error
   if isinstance(value, dict) and {'config', 'fingerprint'} <= value.keys():

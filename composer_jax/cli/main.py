@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if error.errno in _DISK_FULL:
       return _fail(f'disk full: {error.filename or error}', InfrastructureError.exit_code)
     if error.errno in _NO_ACCESS and error.filename:
-      return _fail(f'{error.filename}: {error.strerror}', UserError.exit_code)
+      return _fail(f'{error.filename}: {error.strerror or error}', UserError.exit_code)
     raise
 
 

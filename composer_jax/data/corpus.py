@@ -73,7 +73,8 @@ def build(config: CorpusConfig, out_dir: str | pathlib.Path,
   try:
     _build(config, out_dir, extra_documents, tokenizer_samples, fingerprint)
   except OSError as error:
-    raise InfrastructureError(f'{out_dir}: cannot write the corpus ({error.strerror})') from error
+    raise InfrastructureError(f'{out_dir}: cannot write the corpus '
+                              f'({error.strerror or error})') from error
   return Corpus(out_dir)
 
 

@@ -160,7 +160,7 @@ def read_traces(path: str | pathlib.Path
   try:
     lines = pathlib.Path(path).read_text().splitlines()
   except OSError as error:
-    raise UserError(f'{path}: cannot read the traces ({error.strerror})') from error
+    raise UserError(f'{path}: cannot read the traces ({error.strerror or error})') from error
   for number, line in enumerate(lines, 1):
     try:
       record = json.loads(line)

@@ -144,7 +144,8 @@ def _folder_files(name: str, root: pathlib.Path,
     raise UserError(f'data source {name}: {root} {what}')
 
   def fail(error: OSError):
-    raise UserError(f'data source {name}: cannot read {error.filename or root} ({error.strerror})')
+    raise UserError(f'data source {name}: cannot read {error.filename or root} '
+                    f'({error.strerror or error})')
 
   for folder, folders, files in os.walk(root, onerror=fail):
     folders[:] = [f for f in folders if f not in source.skip_folders]

@@ -151,7 +151,7 @@ def load(path: str | pathlib.Path) -> Tokenizer:
   try:
     text = pathlib.Path(path).read_text()
   except OSError as error:
-    raise UserError(f'{path}: cannot read the tokenizer ({error.strerror})') from error
+    raise UserError(f'{path}: cannot read the tokenizer ({error.strerror or error})') from error
   return from_json(text, str(path))
 
 

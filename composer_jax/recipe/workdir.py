@@ -45,7 +45,7 @@ def claim(workdir: pathlib.Path, config: Any, version: dict[str, str]) -> None:
   except (FileExistsError, NotADirectoryError) as error:
     raise UserError(f'--workdir={workdir} is not a folder') from error
   except OSError as error:
-    raise InfrastructureError(f'cannot create {workdir}: {error.strerror}') from error
+    raise InfrastructureError(f'cannot create {workdir}: {error.strerror or error}') from error
   path = workdir / 'config.json'
   resolved = as_dict(config)
   if not path.exists():
@@ -93,7 +93,7 @@ def exclusive(workdir: pathlib.Path) -> Iterator[None]:
   try:
     descriptor = os.open(workdir / '.lock', os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
   except OSError as error:
-    raise InfrastructureError(f'cannot write in {workdir}: {error.strerror}') from error
+    raise InfrastructureError(f'cannot write in {workdir}: {error.strerror or error}') from error
   try:
     try:
       fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -168,4 +168,4 @@ def _claim(workdir: Path) -> None:
   except (FileExistsError, NotADirectoryError) as error:
     raise UserError(f'--workdir={workdir} is not a folder') from error
   except OSError as error:
-    raise InfrastructureError(f'cannot create {workdir}: {error.strerror}') from error
+    raise InfrastructureError(f'cannot create {workdir}: {error.strerror or error}') from error
