@@ -5,7 +5,8 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from composer_jax.errors import InfrastructureError
@@ -69,23 +70,46 @@ class OrbaxFilter(logging.Filter):
     return not refused and f'{os.sep}orbax{os.sep}' not in record.pathname
 
 
-def hide_late_callbacks() -> None:
-  """Hides what TensorStore's threads print when a failed save has closed Orbax's event loop.
+class Unraisable:
+  """The process's hook for failures in places that cannot raise; installed once, for good.
 
-  Their callbacks find the loop closed, and the interpreter reports each as unraisable; the failure
-  itself has been raised to the caller by then. Other reports are shown as before. Calling it twice
-  is harmless.
+  TensorStore's and asyncio's threads report to it at any time. The interpreter holds no reference
+  to a hook while it runs, so one that is put back meanwhile is freed under a running thread, which
+  ends the process. Blocks that want silence therefore say so here, and the hook stays.
   """
-  shown = sys.unraisablehook
-  if getattr(shown, 'hides_late_callbacks', False):
-    return
 
-  def hook(report: Any) -> None:
+  def __init__(self):
+    self._shown: Callable[[Any], Any] | None = None
+    self._lock = threading.Lock()
+    self._quiet_blocks = 0
+
+  def install(self) -> None:
+    """Puts the hook in front of the present one; calling it again does nothing."""
+    with self._lock:
+      if self._shown is None:
+        self._shown = sys.unraisablehook
+        sys.unraisablehook = self
+
+  @contextlib.contextmanager
+  def quiet(self) -> Iterator[None]:
+    """Hides what coroutines report that a failing read in the block leaves behind."""
+    with self._lock:
+      self._quiet_blocks += 1
+    try:
+      yield
+    finally:
+      with self._lock:
+        self._quiet_blocks -= 1
+
+  def __call__(self, report: Any) -> None:
+    """Shows a report, unless it is about something that is raised to our caller as well."""
     trace = report.exc_traceback
     outermost = trace.tb_frame.f_code.co_filename if trace else ''
-    late = f'{os.sep}asyncio{os.sep}' in outermost
-    if not late or str(report.exc_value) != 'Event loop is closed':
-      shown(report)
+    closed = str(report.exc_value) == 'Event loop is closed'
+    late = closed and f'{os.sep}asyncio{os.sep}' in outermost  # after a failed save
+    if late or self._quiet_blocks and (closed or hasattr(report.object, 'cr_code')):
+      return
+    self._shown(report)
 
-  hook.hides_late_callbacks = True
-  sys.unraisablehook = hook
+
+UNRAISABLE = Unraisable()

@@ -16,7 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from composer_jax.checkpoint import leaves
-from composer_jax.checkpoint.disk import OrbaxFilter, disk_errors, hide_late_callbacks
+from composer_jax.checkpoint.disk import UNRAISABLE, OrbaxFilter, disk_errors
 from composer_jax.errors import InfrastructureError, UserError
 
 _TEMPORARY = '*.orbax-checkpoint-tmp*'
@@ -258,7 +258,7 @@ def _first_line(error: BaseException) -> str:
 
 def _quiet_orbax() -> None:
   """Keeps what Orbax says of its failures off the screen: they are raised to the caller."""
-  hide_late_callbacks()
+  UNRAISABLE.install()
   for logger in (logging.getLogger('absl'), logging.getLogger('asyncio')):
     if not any(isinstance(known, OrbaxFilter) for known in logger.filters):
       logger.addFilter(OrbaxFilter())
@@ -267,19 +267,11 @@ def _quiet_orbax() -> None:
 @contextlib.contextmanager
 def _quiet_coroutines() -> Iterator[None]:
   """Drops the "Exception ignored" reports that a failing read in the block leaves behind."""
-  hook = sys.unraisablehook
-
-  def quiet(report: Any) -> None:
-    if not hasattr(report.object, 'cr_code') and str(report.exc_value) != 'Event loop is closed':
-      hook(report)
-
-  sys.unraisablehook = quiet
-  try:
-    yield
-  except Exception:
-    with warnings.catch_warnings():
-      warnings.simplefilter('ignore', RuntimeWarning)  # coroutines that were never awaited
-      gc.collect()  # so that what is left of the failed read reports now and not later
-    raise
-  finally:
-    sys.unraisablehook = hook
+  with UNRAISABLE.quiet():
+    try:
+      yield
+    except Exception:
+      with warnings.catch_warnings():
+        warnings.simplefilter('ignore', RuntimeWarning)  # coroutines that were never awaited
+        gc.collect()  # so that what is left of the failed read reports now and not later
+      raise
