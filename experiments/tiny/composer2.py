@@ -24,20 +24,21 @@ def get_config() -> ConfigDict:
   config.long_context.optimizer = {'lr': 9e-4, 'warmup_steps': 5, 'final_fraction': 0.1}
   config.long_context.rope_factor = 2.0
   config.long_context.loss = {'mtp_weight': 0.1}  # MTP joins midway, as in the report
-  config.sft = sft(steps=280)
+  config.sft = sft(steps=340)
   config.traces = {'count': 2_000, 'concurrency': 8, 'expert': {'idle_edit_rate': 0.3}}
   # what the expert needs when its first edit is wrong: read, edit, test, two edits, test, finish
   config.tasks = {'level': 'l0', 'l0': {'limits': {'max_calls': 7}}}
   config.sampler = {'slots': 64, 'max_len': 256, 'decode_rows': (32,), 'cache_views': (128,)}
-  config.rl = rl(steps=76, lr=4e-4)
+  config.rl = rl(steps=68, lr=4e-4)
   config.eval = {'tasks': 200, 'samples_per_task': 8, 'seed': 4242}
   config.lock()
   return config
 
 
 def ablation() -> ConfigDict:
-  """Returns the demo's config with shorter RL and a smaller evaluation, the base of ablations."""
+  """Returns the demo's config with less SFT and RL and a smaller evaluation: for ablations."""
   config = get_config()
+  config.sft.update(sft(steps=280))
   config.rl.steps = 50
   config.eval.samples_per_task = 4
   return config
