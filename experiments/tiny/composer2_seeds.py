@@ -14,7 +14,7 @@ from tiny import composer2
 
 
 def get_config() -> ConfigDict:
-  """Returns the demo's config with more RL."""
+  """Returns the demo's config with less SFT and more RL."""
   config = composer2.get_config()
   config.sft.update(composer2.sft(steps=280))
   config.rl.update(composer2.rl(steps=160, lr=3e-4))
