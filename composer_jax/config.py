@@ -21,8 +21,19 @@ INT32_MAX = 2**31 - 1  # what counters and seeds hold on a device
 _LARGEST_INT = 2**63 - 1
 
 
-def check_range(config: Any, least: int, most: int, *names: str) -> None:
+def check_least(config: Any, least: float, *names: str) -> None:
   """Checks fields of a dataclass, for its `__post_init__`.
+
+  Raises:
+    ValueError: names the field that is below `least`.
+  """
+  for name in names:
+    if getattr(config, name) < least:
+      raise ValueError(f'{name} must be at least {least}, got {getattr(config, name)}')
+
+
+def check_range(config: Any, least: int, most: int, *names: str) -> None:
+  """Checks fields of a dataclass on both sides; see `check_least`.
 
   Raises:
     ValueError: names the field that is outside `least` .. `most`.

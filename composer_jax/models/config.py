@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+from composer_jax.config import check_least
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -99,15 +101,11 @@ class ModelConfig:
   scan_unroll: int = 1
 
   def __post_init__(self):
-    for name in ('vocab_size', 'hidden_size', 'num_hidden_layers', 'num_attention_heads',
-                 'kv_lora_rank', 'qk_nope_head_dim', 'v_head_dim', 'n_routed_experts',
-                 'n_group', 'topk_group', 'scan_unroll', 'intermediate_size',
-                 'moe_intermediate_size', 'max_position_embeddings'):
-      if getattr(self, name) < 1:
-        raise ValueError(f'{name} must be at least 1, got {getattr(self, name)}')
-    for name in ('q_lora_rank', 'n_shared_experts', 'initializer_range'):
-      if getattr(self, name) < 0:
-        raise ValueError(f'{name} must be at least 0, got {getattr(self, name)}')
+    check_least(self, 1, 'vocab_size', 'hidden_size', 'num_hidden_layers', 'num_attention_heads',
+                'kv_lora_rank', 'qk_nope_head_dim', 'v_head_dim', 'n_routed_experts', 'n_group',
+                'topk_group', 'scan_unroll', 'intermediate_size', 'moe_intermediate_size',
+                'max_position_embeddings')
+    check_least(self, 0, 'q_lora_rank', 'n_shared_experts', 'initializer_range')
     for name in ('rms_norm_eps', 'rope_theta'):
       if getattr(self, name) <= 0:
         raise ValueError(f'{name} must be above 0, got {getattr(self, name)}')

@@ -1,14 +1,13 @@
 """Reads a run folder as far as it has come; what cannot be read becomes a warning on the page."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from composer_jax import metrics
 from composer_jax.errors import UserError
-from composer_jax.files import json_lines
+from composer_jax.files import json_lines, read_json
 from composer_jax.report.schema import STAGE_ORDER
 
 
@@ -98,12 +97,7 @@ def _read_stage(folder: Path, warnings: list[str]) -> Stage:
 
 
 def _object(path: Path, warnings: list[str]) -> dict[str, Any]:
-  def read(path: Path) -> dict[str, Any]:
-    value = json.loads(path.read_text(encoding='utf-8'))
-    if not isinstance(value, dict):
-      raise ValueError('is no JSON object')
-    return value
-  return _guarded(path, read, {}, warnings)
+  return _guarded(path, read_json, {}, warnings)
 
 
 def _guarded(path: Path, read: Callable[[Path], Any], missing: Any, warnings: list[str]) -> Any:

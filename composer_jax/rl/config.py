@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from composer_jax.config import INT32_MAX, check_range, nearest
+from composer_jax.config import INT32_MAX, check_least, check_range, nearest
 from composer_jax.envs.rewards import BEHAVIOUR_PARTS
 from composer_jax.rl.objective import ObjectiveConfig
 from composer_jax.rl.shaping import LengthPenaltyConfig
@@ -72,9 +72,7 @@ class RLConfig:
   trace_groups: int = 2
 
   def __post_init__(self):
-    for name in ('groups_per_step', 'row_len', 'rows_per_micro_batch', 'checkpoint_every'):
-      if getattr(self, name) < 1:
-        raise ValueError(f'{name} must be at least 1')
+    check_least(self, 1, 'groups_per_step', 'row_len', 'rows_per_micro_batch', 'checkpoint_every')
     if not 2 <= self.min_group_size <= self.group_size:
       raise ValueError('need 2 <= min_group_size <= group_size: an advantage compares members')
     check_range(self, 0, INT32_MAX, 'steps', 'max_staleness', 'max_extra_groups', 'trace_every',

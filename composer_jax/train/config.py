@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from composer_jax.config import INT32_MAX, check_range
+from composer_jax.config import INT32_MAX, check_least, check_range
 from composer_jax.models.config import ModelConfig, RopeScaling
 from composer_jax.train.losses import LossConfig
 from composer_jax.train.optimizer import OptimizerConfig
@@ -53,13 +53,9 @@ class StageConfig:
   seed: int = 0
 
   def __post_init__(self):
-    for name in ('batch_size', 'seq_len', 'accumulate', 'log_every', 'checkpoint_every',
-                 'max_to_keep', 'max_bad_steps'):
-      if getattr(self, name) < 1:
-        raise ValueError(f'{name} must be at least 1')
-    for name in ('eval_every', 'eval_max_bytes', 'context_weight', 'bias_update_rate'):
-      if getattr(self, name) < 0:
-        raise ValueError(f'{name} must be at least 0')
+    check_least(self, 1, 'batch_size', 'seq_len', 'accumulate', 'log_every', 'checkpoint_every',
+                'max_to_keep', 'max_bad_steps')
+    check_least(self, 0, 'eval_every', 'eval_max_bytes', 'context_weight', 'bias_update_rate')
     check_range(self, 0, INT32_MAX, 'steps', 'seed')
     if self.batch_size % self.accumulate:
       raise ValueError(f'accumulate {self.accumulate} does not divide batch_size {self.batch_size}')

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from composer_jax.config import check_least
+
 # What the command server needs for itself; and agents' code never runs as root.
 _LEAST = {'memory_mb': 64, 'address_space_mb': 64, 'processes': 4, 'open_files': 16, 'file_mb': 1,
           'workspace_mb': 1, 'tmp_mb': 1, 'result_kb': 4, 'read_kb': 1, 'uid': 1}
@@ -43,7 +45,6 @@ class SandboxConfig:
 
   def __post_init__(self):
     for name, least in _LEAST.items():
-      if getattr(self, name) < least:
-        raise ValueError(f'{name} must be at least {least}, got {getattr(self, name)}')
+      check_least(self, least, name)
     if min(self.start_timeout_s, self.reply_timeout_s) <= 0:
       raise ValueError('start_timeout_s and reply_timeout_s must be above 0')
