@@ -24,12 +24,12 @@ def get_config() -> ConfigDict:
   config.long_context.optimizer = {'lr': 9e-4, 'warmup_steps': 5, 'final_fraction': 0.1}
   config.long_context.rope_factor = 2.0
   config.long_context.loss = {'mtp_weight': 0.1}  # MTP joins midway, as in the report
-  config.sft = sft(steps=340)
+  config.sft = sft(steps=460)
   config.traces = {'count': 2_000, 'concurrency': 8, 'expert': {'idle_edit_rate': 0.3}}
   # what the expert needs when its first edit is wrong: read, edit, test, two edits, test, finish
   config.tasks = {'level': 'l0', 'l0': {'limits': {'max_calls': 7}}}
   config.sampler = {'slots': 64, 'max_len': 256, 'decode_rows': (32,), 'cache_views': (128,)}
-  config.rl = rl(steps=68, lr=4e-4)
+  config.rl = rl(steps=64, lr=4e-4, warmup_steps=12, kl_coefficient=0.03)
   config.eval = {'tasks': 200, 'samples_per_task': 8, 'seed': 4242}
   config.lock()
   return config
@@ -85,13 +85,15 @@ def sft(steps: int) -> dict:
     'eval_every': steps // 2, 'checkpoint_every': 150}
 
 
-def rl(steps: int, lr: float) -> dict:
+def rl(steps: int, lr: float, warmup_steps: int, kl_coefficient: float) -> dict:
   """Returns the RL stage.
 
-  The slow warm-up, the long memory of the second moment and the KL coefficient keep the first,
-  noisy steps from costing the policy what it can only sometimes do (see experiments/LOG.md).
+  A slow warm-up, the long memory of the second moment and the KL to SFT keep the first, noisy steps
+  from costing the policy what it can only sometimes do; the fewer the steps, the less of it pays
+  (see experiments/LOG.md).
   """
   return {
     'steps': steps, 'groups_per_step': 12, 'group_size': 8, 'max_staleness': 1,
-    'optimizer': {'lr': lr, 'b2': 0.99, 'warmup_steps': 20, 'final_fraction': 0.2},
-    'kl_coefficient': 0.05, 'row_len': 352, 'rows_per_micro_batch': 5, 'checkpoint_every': 20}
+    'optimizer': {'lr': lr, 'b2': 0.99, 'warmup_steps': warmup_steps, 'final_fraction': 0.2},
+    'kl_coefficient': kl_coefficient, 'row_len': 352, 'rows_per_micro_batch': 5,
+    'checkpoint_every': 20}

@@ -17,7 +17,7 @@ def get_config() -> ConfigDict:
   """Returns the demo's config with less SFT and more RL."""
   config = composer2.get_config()
   config.sft.update(composer2.sft(steps=280))
-  config.rl.update(composer2.rl(steps=160, lr=3e-4))
+  config.rl.update(composer2.rl(steps=160, lr=3e-4, warmup_steps=20, kl_coefficient=0.05))
   return config
 
 
