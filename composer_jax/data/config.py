@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+from composer_jax.config import check_least
+
 
 @dataclasses.dataclass(frozen=True)
 class SourceConfig:
@@ -39,8 +41,7 @@ class SourceConfig:
       raise ValueError(f'path belongs to kind folder, not to kind {self.kind}')
     if self.packages and self.kind != 'packages':
       raise ValueError(f'packages belongs to kind packages, not to kind {self.kind}')
-    if self.max_bytes < 0:
-      raise ValueError('max_bytes must not be negative')
+    check_least(self, 0, 'max_bytes')
 
 
 def _default_sources() -> dict[str, SourceConfig]:
@@ -87,10 +88,7 @@ class CorpusConfig:
       raise ValueError('heldout_fraction must lie between 0 and 1')
     if not 262 <= self.vocab_size <= 65_536:
       raise ValueError('vocab_size must lie between 262 and 65536 (tokens are stored as uint16)')
-    for name in ('tokenizer_bytes', 'max_file_bytes', 'max_mean_line', 'max_line'):
-      if getattr(self, name) <= 0:
-        raise ValueError(f'{name} must be above 0')
-    if min(self.min_file_bytes, self.heldout_bytes) < 0:
-      raise ValueError('min_file_bytes and heldout_bytes must not be negative')
+    check_least(self, 1, 'tokenizer_bytes', 'max_file_bytes', 'max_mean_line', 'max_line')
+    check_least(self, 0, 'min_file_bytes', 'heldout_bytes')
     if any(weight < 0 for weight in self.tokenizer_weights.values()):
       raise ValueError('tokenizer_weights must not be negative')

@@ -192,7 +192,7 @@ def _build(config: CorpusConfig, out_dir: pathlib.Path, extra_documents: ExtraDo
       entry = part / name / 'entry.json'
       if not entry.exists():
         _write(entry, json.dumps(_tokenise(part / name, texts, tokenizer)))
-      entries[name] = json.loads(entry.read_text())
+      entries[name] = read_json(entry)
       bar.update(source=name)
   manifest = {
       'fingerprint': fingerprint,

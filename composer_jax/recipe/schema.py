@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from composer_jax.config import INT32_MAX, build, check_range
+from composer_jax.config import INT32_MAX, build, check_least, check_range
 from composer_jax.data.config import CorpusConfig
 from composer_jax.envs.expert import ExpertConfig
 from composer_jax.envs.sandbox import SandboxConfig
@@ -37,8 +37,7 @@ class FunctionsConfig:
   heldout_documents: int = 1_000
 
   def __post_init__(self):
-    if self.train_documents < 1 or self.heldout_documents < 1:
-      raise ValueError('train_documents and heldout_documents must be at least 1')
+    check_least(self, 1, 'train_documents', 'heldout_documents')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +58,7 @@ class TracesConfig:
   expert: ExpertConfig = ExpertConfig()
 
   def __post_init__(self):
-    if min(self.count, self.heldout, self.concurrency) < 1:
-      raise ValueError('count, heldout and concurrency must be at least 1')
+    check_least(self, 1, 'count', 'heldout', 'concurrency')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +84,7 @@ class EvalConfig:
     if not 0 <= self.max_invalid < 1:
       raise ValueError('max_invalid must be at least 0 and below 1')
     check_range(self, 0, INT32_MAX, 'seed')
-    if min(self.tasks, self.samples_per_task, self.bootstrap_samples) < 1:
-      raise ValueError('tasks, samples_per_task and bootstrap_samples must be at least 1')
+    check_least(self, 1, 'tasks', 'samples_per_task', 'bootstrap_samples')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,8 @@ import numpy as np
 from composer_jax.rl.samples import Group, Sample
 
 # Counts of the harness that every row averages over its rollouts.
-_COUNTS = ('calls', 'edits', 'test_runs', 'call_errors', 'no_change_edits', 'result_tokens')
+_COUNTS = ('calls', 'edits', 'test_runs', 'call_errors', 'no_change_edits', 'untested_finish',
+           'result_tokens')
 
 
 def rollout_figures(groups: Sequence[Group], version: int) -> dict[str, float]:

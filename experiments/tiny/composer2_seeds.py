@@ -18,6 +18,7 @@ def get_config() -> ConfigDict:
   config = composer2.get_config()
   config.sft.update(composer2.sft(steps=280))
   config.rl.update(composer2.rl(steps=160, lr=3e-4, warmup_steps=20, kl_coefficient=0.05))
+  config.rl.behaviour = {}
   return config
 
 
