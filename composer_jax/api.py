@@ -102,6 +102,23 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path, *,
   return runner.run(config, workdir, only=stages, dry_run=dry_run)
 
 
+def reuse(config: Mapping[str, Any], workdir: str | pathlib.Path,
+          source: str | pathlib.Path) -> list[str]:
+  """Copies into a run folder the stages that another run has finished under equal settings.
+
+  `run` then starts behind them: two runs that differ in RL only need one SFT policy.
+
+  Args:
+    config: of the run that is to come, as for `run`.
+    workdir: its folder; made when missing.
+    source: the folder of the other run.
+
+  Returns:
+    The names of the copied stages.
+  """
+  return runner.reuse(config, workdir, source)
+
+
 def evaluate(workdir: str | pathlib.Path, stage: str = 'rl', *,
              dry_run: bool = False) -> dict[str, Any]:
   """Evaluates the final parameters of a finished stage (`sft` or `rl`) on held-out tasks.

@@ -41,9 +41,12 @@ class Progress:
     return time.monotonic() - self._start
 
   def left_s(self) -> float | None:
-    """Returns the estimated seconds left, None while nothing is known."""
+    """Returns the estimated seconds left, None while nothing is known.
+
+    The first of many steps says nothing: it waits for compilation.
+    """
     steps = self.done - self._initial
-    if self.total is None or steps <= 0:
+    if self.total is None or steps <= self.total // 50:
       return None
     return max(0, self.total - self.done) * self.elapsed_s() / steps
 

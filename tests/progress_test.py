@@ -28,6 +28,15 @@ def test_time_left_counts_only_steps_done_now(clock):
     assert bar.left_s() == pytest.approx(45 * 10 / 5)
 
 
+def test_the_first_of_many_steps_tells_no_time_left(clock):
+  with progress_lib.progress(100, 'cpt') as bar:
+    clock[0] += 20
+    bar.update(2)
+    assert bar.left_s() is None
+    bar.update(1)
+    assert bar.left_s() == pytest.approx(97 * 20 / 3)
+
+
 def test_the_end_is_shown_once(clock, capsys):
   with progress_lib.progress(1, 'x') as bar:
     bar.update()

@@ -149,7 +149,9 @@ def _print_section(name: str, section: Any) -> None:
   if isinstance(section, dict):
     width = max(map(len, section))
     for key, value in section.items():
-      print(f'  {key:{width}}  {value}')
+      if value != '':
+        print(f'  {key:{width}}  {value:.4g}' if isinstance(value, float)
+              else f'  {key:{width}}  {value}')
   else:
     for value in section:
       print(f'  {value}')

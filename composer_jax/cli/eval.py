@@ -1,6 +1,7 @@
 """`composer-jax eval`: a checkpoint of a run on held-out tasks."""
 
 import json
+import sys
 
 from absl import flags
 
@@ -30,6 +31,9 @@ def main(args: arguments.Arguments) -> None:
   args.no_config()
   workdir = args.workdir(must_exist=True)
   from composer_jax import api
+  if not args.flags.dry_run and 'done' in api.evaluate(
+      str(workdir), stage=args.flags.stage, dry_run=True).values():
+    print(f'{workdir}: {args.flags.stage} was evaluated before', file=sys.stderr)
   results = api.evaluate(str(workdir), stage=args.flags.stage, dry_run=args.flags.dry_run)
   args.write_json(results)
   print(json.dumps(results, indent=2, default=str))

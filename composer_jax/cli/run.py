@@ -5,12 +5,15 @@ import json
 from absl import flags
 
 from composer_jax.cli import arguments
+from composer_jax.errors import UserError
 
 HELP = """
 usage: composer-jax run --config=FILE[:arg] [--config.section.field=value ...] --workdir=DIR
+                        [--reuse=OTHER_DIR]
 
 Runs the config's stages in order and writes DIR/results.json and DIR/report.html. The same command
-typed again continues what the workdir holds, or finds it done.
+typed again continues what the workdir holds, or finds it done. With --reuse it starts behind the
+stages that the run in OTHER_DIR has finished under equal settings.
 """
 
 
@@ -21,6 +24,8 @@ def define_flags(flag_values: flags.FlagValues) -> None:
   arguments.define_json(flag_values)
   flags.DEFINE_list('stages', None, 'Run only these stages, separated by commas.',
                     flag_values=flag_values)
+  flags.DEFINE_string('reuse', None, 'Folder of a run whose finished stages are copied where the '
+                      'settings are equal.', flag_values=flag_values)
 
 
 def main(args: arguments.Arguments) -> None:
@@ -28,6 +33,11 @@ def main(args: arguments.Arguments) -> None:
   args.no_words()
   workdir, config = args.workdir(), args.config()
   from composer_jax import api
+  if args.flags.reuse is not None:
+    if args.flags.dry_run:
+      raise UserError('--reuse copies stages, and --dry_run changes nothing: give one of them')
+    copied = api.reuse(config, str(workdir), args.flags.reuse)
+    print(f'copied from {args.flags.reuse}: {", ".join(copied) or "no stage"}', flush=True)
   results = api.run(config, str(workdir), stages=args.flags.stages, dry_run=args.flags.dry_run)
   args.write_json(results)
   if args.flags.dry_run:
@@ -41,10 +51,12 @@ def summary(results: dict) -> list[str]:
   """Returns the lines that end a run: bits per byte, pass@1 with its interval, time and memory."""
   lines = []
   for name, stage in results.get('stages', {}).items():
-    if isinstance(stage, dict) and 'bits_per_byte' in stage:
-      beside = '  '.join(f'{kind} {stage[f"{kind}_bits_per_byte"]:.3f}' for kind in ('gzip', 'xz')
-                         if f'{kind}_bits_per_byte' in stage)
-      lines.append(f'{name}: held-out bits per byte {stage["bits_per_byte"]:.3f}  ({beside})')
+    # source by source: the mean over a mixture hides which of them a compressor does better
+    found = [f'{source} {row["bits_per_byte"]:.3f} (gzip {row["gzip_bits_per_byte"]:.3f}, '
+             f'xz {row["xz_bits_per_byte"]:.3f})'
+             for source, row in stage.get('sources', {}).items() if 'bits_per_byte' in row]
+    if found:
+      lines.append(f'{name}: held-out bits per byte: {"  ".join(found)}')
   for name, row in results.get('eval', {}).items():
     if row['ci95'] is None:
       lines.append(f'eval {name}: no attempt got a verdict  tasks {row["tasks"]}')

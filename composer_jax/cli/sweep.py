@@ -30,12 +30,13 @@ def main(args: arguments.Arguments) -> None:
   base = args.config()
   module = config_file.load_module(config_file.split(args.config_spec)[0])
   planned = trials.expand(base, config_file.call_get_sweep(module), _resolve)
+  if not args.flags.plan:
+    workdir = args.workdir()
   for trial in planned:
     print(f'{trial.id}  {trial.label}')
   if args.flags.plan:
     args.write_json([trial.as_json() for trial in planned])
     return
-  workdir = args.workdir()
   from composer_jax.recipe.runner import adopt_stages
   outcome = runner.run_sweep(planned, workdir, runner.run_in_subprocess, adopt_stages)
   args.write_json(outcome)

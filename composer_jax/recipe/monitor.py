@@ -48,7 +48,7 @@ class Monitor:
     self._interval_s = interval_s
     self._stop = threading.Event()
     self._thread = threading.Thread(target=self._watch, daemon=True, name='monitor')
-    self._start = time.monotonic()
+    self._start: float | None = None
     before = {}
     if path.exists():
       with contextlib.suppress(UserError):  # a damaged clock starts again; it stops no run
@@ -65,6 +65,7 @@ class Monitor:
   def __exit__(self, kind: object, *_: object) -> None:
     self._stop.set()
     self._thread.join()
+    self._earlier_s, self._start = self.wall_s, None  # what follows is not part of the run
     if kind is None:
       self._sample()
     else:  # the block's own error is the one to report
@@ -73,7 +74,7 @@ class Monitor:
   @property
   def wall_s(self) -> float:
     """Seconds spent on the run so far, earlier calls included."""
-    return self._earlier_s + time.monotonic() - self._start
+    return self._earlier_s + (time.monotonic() - self._start if self._start is not None else 0.0)
 
   @property
   def peak_rss_gb(self) -> float:

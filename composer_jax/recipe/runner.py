@@ -37,23 +37,36 @@ def run(config: Mapping[str, Any], folder: str | pathlib.Path, *,
   if dry_run:
     return {stage: _state(folder / 'stages' / stage, prints[stage]) for stage in chosen}
   workdir.claim(folder, recipe, versions.of_run())
-  with workdir.exclusive(folder), Monitor(folder / 'usage.json') as monitor:
-    if recipe.compilation_cache:
-      _keep_compiled_programs(folder / '.xla')
+  with workdir.exclusive(folder):
     context = stages.Context(recipe, folder)
     unfinished = [stage for stage in chosen
                   if workdir.finished(context.folder(stage), prints[stage]) is None]
-    if any(stage in stages.SANDBOXED for stage in unfinished):
-      support.require()  # now, and not after the stages before it
+    monitor = Monitor(folder / 'usage.json')
     if unfinished:
-      golden.require(context)
-    for stage in chosen:
-      if stage in unfinished:
-        _run_stage(context, stage, prints[stage])
-        golden.keep(context)
-      results = write_results(context, monitor)
+      with monitor:
+        _run_stages(context, unfinished, prints, monitor)
+    results = write_results(context, monitor)
     report.build(folder)
   return results
+
+
+def _run_stages(context: stages.Context, unfinished: Sequence[str], prints: Mapping[str, str],
+                monitor: Monitor) -> None:
+  """Runs stages in order, after what can be checked before the first has been checked."""
+  for stage in unfinished:
+    before = schema.STARTS_FROM.get(stage)
+    if before and before not in unfinished and workdir.finished(
+        context.folder(before), prints[before]) is None:
+      raise UserError(f'{stage} starts from {before}, which is not finished in {context.workdir}')
+  if context.recipe.compilation_cache:
+    _keep_compiled_programs(context.workdir / '.xla')
+  if any(stage in stages.SANDBOXED for stage in unfinished):
+    support.require()  # now, and not after the stages before it
+  golden.require(context)
+  for stage in unfinished:
+    _run_stage(context, stage, prints[stage])
+    golden.keep(context)
+    write_results(context, monitor)
 
 
 def evaluate(folder: str | pathlib.Path, stage: str, *, dry_run: bool = False) -> dict[str, Any]:
@@ -77,6 +90,23 @@ def evaluate(folder: str | pathlib.Path, stage: str, *, dry_run: bool = False) -
   config['stages'] = [*config.get('stages', ()), name]
   results = run(config, folder, only=[name], dry_run=dry_run)
   return results if dry_run else results['eval'][stage]
+
+
+def reuse(config: Mapping[str, Any], folder: str | pathlib.Path,
+          source: str | pathlib.Path) -> list[str]:
+  """Copies the stages that another run has finished under equal settings; see `adopt_stages`.
+
+  Raises:
+    UserError: `source` holds no run.
+  """
+  folder, source = (pathlib.Path(os.path.realpath(path)) for path in (folder, source))
+  if not (source / 'config.json').exists():
+    raise UserError(f'--reuse={source}: holds no run')
+  recipe = schema.resolve(config)
+  checks.check(recipe)
+  workdir.claim(folder, recipe, versions.of_run())
+  with workdir.exclusive(folder):
+    return adopt_stages(config, folder, [source])
 
 
 def adopt_stages(config: Mapping[str, Any], folder: pathlib.Path,

@@ -8,6 +8,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
+from composer_jax import metrics
 from composer_jax.batch import Batch
 from composer_jax.checkpoint import manager
 from composer_jax.config import fingerprint
@@ -38,6 +41,7 @@ from composer_jax.train.config import StageConfig, extend_context
 SANDBOXED = ('sft', 'eval_sft', 'rl', 'eval_rl')  # stages that run the agent's code
 _TOKENIZER_TASKS = 2_000
 _SPARE_STEPS = 4
+_LAST_STEPS = 10  # of RL, whose means stand for its end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,8 +245,12 @@ def rl(context: Context) -> dict[str, Any]:
       engine=Engine(model, recipe.sampler, tokenizer.end_id), environment=environment,
       folder=folder, decode=tokenizer.decode)
   manager.save_params(folder / 'params', result.params, {'stage': 'rl'})
+  last = metrics.read(folder / 'metrics.jsonl')[-_LAST_STEPS:]
+  means = {f'{name}_last_{_LAST_STEPS}': float(np.mean([row[name] for row in last]))
+           for name in ('reward_mean', 'solved_fraction', 'kl', 'gap_max')
+           if last and all(row.get(name) is not None for row in last)}
   return {'steps': result.steps, 'groups_trained': len(result.trained_ordinals),
-          'dropped': result.dropped}
+          'dropped': result.dropped, **means}
 
 
 def rl_task_count(recipe: Recipe) -> int:

@@ -63,8 +63,8 @@ def _means(found: list[tuple[str, list[Point]]]) -> list[Series]:
 
 
 CHARTS = (
-    Spec('Reward', r'(reward_mean|solved_fraction)', f'Raw, and mean of {MEAN_STEPS} rows.',
-         make=_smoothed),
+    Spec('Reward', r'(reward_mean|solved_fraction)',
+         f'Without its KL part. Raw, and mean of {MEAN_STEPS} rows.', make=_smoothed),
     Spec('Held-out bits per byte', r'eval/bits_per_byte/(.+)',
          'Long dashes: gzip -9, short dashes: xz -9, on the same files.'),
     Spec('Loss', r'(loss|cross_entropy|mtp_kl|z)',
@@ -80,7 +80,8 @@ CHARTS = (
          'Tokens an episode.', make=_smoothed),
     Spec('Tool calls', r'(\w+)_per_episode', f'Counts an episode, mean of {MEAN_STEPS} rows.',
          make=_means),
-    Spec('Reward parts', r'reward/(.+)', f'Mean of {MEAN_STEPS} rows.', make=_means),
+    Spec('Reward parts', r'reward/(.+)',
+         f'Mean of {MEAN_STEPS} rows; kl is that of the trained rollouts.', make=_means),
     Spec('Solved, by class of bug', r'success/(.+)', f'Mean of {MEAN_STEPS} rows.', make=_means),
     Spec('Groups', r'(pass_at_k|finish_rate|zero_signal_fraction)',
          'Any member right; the agent called finish; all members alike, so nothing to learn.'),

@@ -50,12 +50,14 @@ def build(workdir: str | os.PathLike) -> Path:
 def tiles(run: folder.Run, evals: list[tables.EvalRow]) -> list[tuple[str, str, str]]:
   """Returns the headline numbers as (label, value, remark)."""
   found = []
-  stages = run.results.get('stages', {})
-  for name, stage in stages.items():
-    if isinstance(stage, dict) and isinstance(stage.get('bits_per_byte'), (int, float)):
-      beside = ' · '.join(f'{tool} {stage[f"{tool}_bits_per_byte"]:.2f}' for tool in ('gzip', 'xz')
-                          if isinstance(stage.get(f'{tool}_bits_per_byte'), (int, float)))
-      found.append((f'{name}: bits per byte', f'{stage["bits_per_byte"]:.3f}', beside))
+  for name, stage in run.results.get('stages', {}).items():
+    # source by source: the mean over a mixture hides which of them a compressor does better
+    sources = stage.get('sources') if isinstance(stage, dict) else None
+    for source, row in sources.items() if isinstance(sources, dict) else ():
+      if isinstance(row, dict) and isinstance(row.get('bits_per_byte'), (int, float)):
+        beside = ' · '.join(f'{tool} {row[f"{tool}_bits_per_byte"]:.2f}' for tool in ('gzip', 'xz')
+                            if isinstance(row.get(f'{tool}_bits_per_byte'), (int, float)))
+        found.append((f'{name}: bits per byte, {source}', f'{row["bits_per_byte"]:.3f}', beside))
   for row in evals:
     if row.pass_at_1 is not None:
       remark = f'95% {row.interval[0]:.3f} – {row.interval[1]:.3f}' if row.interval else ''

@@ -58,14 +58,17 @@ def rollout_figures(groups: Sequence[Group], version: int) -> dict[str, float]:
 
 def reward_figures(
     parts: Mapping[str, Mapping[str, float]], divergences: Mapping[str, float],
-    advantages: Sequence[float],
+    kl_coefficient: float, advantages: Sequence[float],
 ) -> dict[str, float]:
   """Returns mean reward, its parts, KL and advantage figures.
 
+  `reward_mean` is over all rollouts and without the KL part, which is known for the trained ones
+  only; `reward/kl` is the mean over those.
+
   Args:
-    parts: named reward parts of every rollout of the step by logical id, without the KL part, which
-      is known for the trained ones only.
+    parts: named reward parts of every rollout of the step by logical id, without the KL part.
     divergences: k1 estimates in nats of the trained rollouts by logical id.
+    kl_coefficient: weight of k1 in the reward.
     advantages: of the trained rows.
   """
   figures = {'advantage_abs_mean': float(np.mean(np.abs(advantages))) if len(advantages) else 0.0,
@@ -76,6 +79,7 @@ def reward_figures(
     figures[f'reward/{name}'] = float(np.mean([p.get(name, 0.0) for p in parts.values()]))
   if divergences:
     figures['kl'] = float(np.mean(list(divergences.values())))
+    figures['reward/kl'] = -kl_coefficient * figures['kl']
   return figures
 
 

@@ -25,7 +25,7 @@ from composer_jax.rl.weight_sync import WeightSync
 from composer_jax.rollout.ticks import TickEngine
 from composer_jax.stopping import stop_requests
 from composer_jax.train import state as state_lib
-from composer_jax.train.optimizer import make_optimizer
+from composer_jax.train.optimizer import make_optimizer, make_schedule
 from composer_jax.train.step import make_train_step
 
 _SHOWN = ('solved_fraction', 'reward_mean', 'entropy', 'gap_max', 'staleness_max', 'wait_share')
@@ -135,6 +135,7 @@ class _Stage:
                               functools.partial(zero_signal, config))
     self.weights = WeightSync()
     tx = make_optimizer(config.optimizer, max(config.steps, 1))
+    self._schedule = make_schedule(config.optimizer, max(config.steps, 1))
     self.state = state_lib.create(params, tx)
     self._step_fn = make_train_step(objective.make_rl_loss(model_config, config.objective), tx,
                                     bias_rate=config.selection_bias_rate)
@@ -184,6 +185,7 @@ class _Stage:
     return {**telemetry.rollout_figures(groups, version),
             **self._reward_figures(groups, prepared),
             **objective.summarise(metrics), **self.buffer.metrics(),
+            'lr': float(self._schedule(max(int(metrics['step']) - 1, 0))),
             'packing': sum(prepared.layout.lengths)
             / max(len(prepared.layout.rows) * self.config.row_len, 1),
             **self._timing(worker, waited)}
@@ -226,7 +228,7 @@ class _Stage:
                    for name, part in prepared.parts.items() if 'kl' in part}
     return telemetry.reward_figures(
         shaping.reward_parts(everyone, config.length_penalty, config.behaviour), divergences,
-        prepared.advantages)
+        config.kl_coefficient, prepared.advantages)
 
   def _denominator(self, samples: Sequence[Sample]) -> float:
     config = self.config

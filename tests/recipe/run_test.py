@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from composer_jax import api, metrics
+from composer_jax.errors import UserError
 from composer_jax.recipe.schema import STAGES
 
 TRAINED = ('cpt', 'long_context', 'sft', 'rl')
@@ -108,6 +109,11 @@ def test_rl_trained_and_wrote_rollouts(smoke_run):
   rows = metrics.read(smoke_run / 'stages' / 'rl' / 'metrics.jsonl')
   assert sum(row['tokens_trained'] for row in rows) > 100
   assert max(row['gap_max'] for row in rows) > 0
+  config = read(smoke_run / 'config.json')['config']['rl']
+  assert max(row['lr'] for row in rows) == pytest.approx(config['optimizer']['lr'])
+  for row in rows:
+    if 'kl' in row:
+      assert row['reward/kl'] == pytest.approx(-config['kl_coefficient'] * row['kl'])
   traces = [json.loads(line) for line in
             (smoke_run / 'stages' / 'rl' / 'traces.jsonl').read_text().splitlines()]
   assert traces and all(trace['turns'] for trace in traces)
@@ -146,10 +152,11 @@ def test_the_same_command_again_finds_the_work_done(smoke_run, command_line, res
   before = snapshot(smoke_run)
   out = command_line.run_smoke(smoke_run)
   assert snapshot(smoke_run) == before
-  again = read(smoke_run / 'results.json')
-  assert again['stages'] == results['stages'] and again['eval'] == results['eval']
-  assert again['wall_s'] - results['wall_s'] < 30
+  assert read(smoke_run / 'results.json') == results
   assert 'eval rl: pass@1' in out
+  row = results['stages']['cpt']['sources']['stdlib']
+  assert re.search(rf'cpt: held-out bits per byte: .*stdlib {row["bits_per_byte"]:.3f} '
+                   rf'\(gzip {row["gzip_bits_per_byte"]:.3f}', out)
 
 
 def test_dry_run_says_that_all_is_done(smoke_run, command_line):
@@ -157,3 +164,22 @@ def test_dry_run_says_that_all_is_done(smoke_run, command_line):
   out = command_line.run_smoke(smoke_run, '--dry_run')
   assert json.loads(out) == dict.fromkeys(STAGES, 'done')
   assert snapshot(smoke_run) == before
+
+
+def test_stages_of_another_run_are_reused_where_the_settings_are_equal(smoke_run, tmp_path):
+  config = read(smoke_run / 'config.json')['config']
+  config['rl']['steps'] += 1
+  equal = ['data', 'cpt', 'long_context', 'sft', 'eval_sft']
+  assert api.reuse(config, tmp_path / 'more', smoke_run) == equal
+  assert api.run(config, tmp_path / 'more', dry_run=True) == {
+    **dict.fromkeys(equal, 'done'), 'rl': 'run', 'eval_rl': 'run'}
+  assert read(tmp_path / 'more' / 'config.json')['config']['rl'] == config['rl']
+  with pytest.raises(UserError, match='holds no run'):
+    api.reuse(config, tmp_path / 'other', tmp_path)
+  assert not (tmp_path / 'other').exists()
+
+
+def test_a_stage_needs_the_one_that_it_starts_from(smoke_run, tmp_path):
+  config = read(smoke_run / 'config.json')['config']
+  with pytest.raises(UserError, match='eval_sft starts from sft, which is not finished'):
+    api.run(config, tmp_path / 'run', stages=['eval_sft'])

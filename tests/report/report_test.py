@@ -81,7 +81,8 @@ def test_one_self_contained_file(built):
 def test_shows_every_part(built):
   _, text, page = built
   titles = ' '.join(page.texts)
-  for part in ('Held-out bits per byte', 'gzip stdlib', 'xz functions', 'Loss', 'Entropy',
+  for part in ('cpt: bits per byte, stdlib', 'gzip 2.10 · xz 1.80',
+               'Held-out bits per byte', 'gzip stdlib', 'xz functions', 'Loss', 'Entropy',
                'Loss on held-out demonstrations', 'heldout_loss 0.437',
                'Trainer against sampler', 'gap_p99', 'Staleness', 'KL to the reference', 'Length',
                'reward_mean, mean of 8', 'moe/strange_metric', 'off_by_one',

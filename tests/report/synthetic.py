@@ -25,8 +25,10 @@ def write_run(path: Path, seed: int = 0, *, hostile: str = HOSTILE) -> Path:
   for name, rate in (('sft', 0.46), ('rl', 0.73)):
     _evaluation(path / 'stages' / f'eval_{name}', rng, rate)
   _json(path / 'results.json', {
-      'stages': {'cpt': {'bits_per_byte': 1.43, 'gzip_bits_per_byte': 1.9,
-                         'xz_bits_per_byte': 1.6, 'wall_s': 61.0}},
+      'stages': {'cpt': {'bits_per_byte': 1.43, 'gzip_bits_per_byte': 1.9, 'xz_bits_per_byte': 1.6,
+                         'wall_s': 61.0, 'sources': {
+                             'stdlib': {'bits_per_byte': 1.81, 'gzip_bits_per_byte': 2.1,
+                                        'xz_bits_per_byte': 1.8}}}},
       'eval': {'sft': {'pass_at_1': 0.46, 'ci95': [0.42, 0.5], 'best_of_8': 0.8, 'tasks': 200},
                'rl': {'pass_at_1': 0.73, 'ci95': [0.69, 0.77], 'best_of_8': 0.9, 'tasks': 200}},
       'wall_s': 640.0, 'peak_rss_gb': 3.2})
