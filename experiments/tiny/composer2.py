@@ -30,8 +30,8 @@ def get_config() -> ConfigDict:
   config.tasks = {'level': 'l0', 'l0': {'limits': {'max_calls': 7}}}
   config.sampler = {'slots': 64, 'max_len': 256, 'decode_rows': (32,), 'cache_views': (128,)}
   config.rl = rl(steps=72, lr=4e-4, warmup_steps=12, kl_coefficient=0.03)
-  # without it RL may discover that `finish` after a failed test is sometimes right, and for twenty
-  # steps do little else
+  # without it RL may discover that `finish` right after an edit is right now and then, and for
+  # twenty steps do little else
   config.rl.behaviour = {'untested_finish': -0.2}
   config.eval = {'tasks': 200, 'samples_per_task': 8, 'seed': 4242}
   config.lock()
