@@ -103,7 +103,7 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path, *,
 
 
 def reuse(config: Mapping[str, Any], workdir: str | pathlib.Path,
-          source: str | pathlib.Path) -> list[str]:
+          source: str | pathlib.Path, *, stages: Sequence[str] | None = None) -> list[str]:
   """Copies into a run folder the stages that another run has finished under equal settings.
 
   `run` then starts behind them: two runs that differ in RL only need one SFT policy.
@@ -112,11 +112,15 @@ def reuse(config: Mapping[str, Any], workdir: str | pathlib.Path,
     config: of the run that is to come, as for `run`.
     workdir: its folder; made when missing.
     source: the folder of the other run.
+    stages: copy at most these.
 
   Returns:
-    The names of the copied stages.
+    The names of the copied stages; none when all were there before.
+
+  Raises:
+    composer_jax.errors.ComposerError: with one clear line, as when nothing there fits.
   """
-  return runner.reuse(config, workdir, source)
+  return runner.reuse(config, workdir, source, only=stages)
 
 
 def evaluate(workdir: str | pathlib.Path, stage: str = 'rl', *,

@@ -43,10 +43,10 @@ class Progress:
   def left_s(self) -> float | None:
     """Returns the estimated seconds left, None while nothing is known.
 
-    The first of many steps says nothing: it waits for compilation.
+    The first fiftieth of the steps says nothing: the first one waits for compilation.
     """
     steps = self.done - self._initial
-    if self.total is None or steps <= self.total // 50:
+    if self.total is None or steps <= (self.total - self._initial) // 50:
       return None
     return max(0, self.total - self.done) * self.elapsed_s() / steps
 

@@ -1,6 +1,7 @@
 """`composer-jax run`: the stages of a config, in order, resumed where the workdir stands."""
 
 import json
+import os
 
 from absl import flags
 
@@ -36,8 +37,11 @@ def main(args: arguments.Arguments) -> None:
   if args.flags.reuse is not None:
     if args.flags.dry_run:
       raise UserError('--reuse copies stages, and --dry_run changes nothing: give one of them')
-    copied = api.reuse(config, str(workdir), args.flags.reuse)
-    print(f'copied from {args.flags.reuse}: {", ".join(copied) or "no stage"}', flush=True)
+    if not args.flags.reuse:
+      raise UserError('--reuse: names no folder')
+    source = os.path.expanduser(args.flags.reuse)  # a shell leaves the ~ of --reuse=~/x alone
+    copied = api.reuse(config, str(workdir), source, stages=args.flags.stages)
+    print(f'copied from {source}: {", ".join(copied) or "nothing new"}', flush=True)
   results = api.run(config, str(workdir), stages=args.flags.stages, dry_run=args.flags.dry_run)
   args.write_json(results)
   if args.flags.dry_run:

@@ -7,6 +7,7 @@ before anything is built on them.
 import dataclasses
 import functools
 import math
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -131,6 +132,15 @@ def keep(context: Context) -> None:
   stage = next(finished, None)
   if stage is not None and not path.exists():
     write_json(path, Golden(stage, _versions(), _measure(context, stage, PROMPTS)))
+
+
+def adopt(source: pathlib.Path, target: pathlib.Path, stage: str) -> None:
+  """Takes over the golden file of a run when the stage that it speaks of has been copied."""
+  path = source / GOLDEN_FILE
+  if path.exists() and not (target / GOLDEN_FILE).exists():
+    kept = read_json(path, 'stage')
+    if kept['stage'] == stage:
+      write_json(target / GOLDEN_FILE, kept)
 
 
 def compare(context: Context) -> Comparison | None:

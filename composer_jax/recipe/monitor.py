@@ -4,6 +4,7 @@ import contextlib
 import pathlib
 import threading
 import time
+from collections.abc import Iterable
 
 import psutil
 
@@ -37,25 +38,41 @@ def _resident(member: psutil.Process) -> int:
     return 0
 
 
+def _figures(path: pathlib.Path) -> tuple[float, float] | None:
+  """Returns wall seconds and peak GB; None without them, as a damaged clock stops no run."""
+  if not path.exists():
+    return None
+  with contextlib.suppress(UserError):
+    figures = read_json(path, 'wall_s', 'peak_rss_gb')
+    wall, peak = figures['wall_s'], figures['peak_rss_gb']
+    if isinstance(wall, (int, float)) and isinstance(peak, (int, float)):
+      return float(wall), float(peak)
+  return None
+
+
 class Monitor:
   """Context manager that keeps `path` up to date with wall seconds and peak memory.
 
   The file accumulates over the calls that continue one run: `{"wall_s": x, "peak_rss_gb": y}`.
+
+  Args:
+    path: the file.
+    parts: files of the same form whose sum stands in where `path` is missing or damaged.
+    interval_s: seconds between two samples.
   """
 
-  def __init__(self, path: pathlib.Path, interval_s: float = 5.0):
+  def __init__(self, path: pathlib.Path, parts: Iterable[pathlib.Path] = (),
+               interval_s: float = 5.0):
     self._path = path
     self._interval_s = interval_s
     self._stop = threading.Event()
     self._thread = threading.Thread(target=self._watch, daemon=True, name='monitor')
     self._start: float | None = None
-    before = {}
-    if path.exists():
-      with contextlib.suppress(UserError):  # a damaged clock starts again; it stops no run
-        before = read_json(path)
-    self._earlier_s, self._peak_gb = (
-        before[name] if isinstance(before.get(name), (int, float)) else 0.0
-        for name in ('wall_s', 'peak_rss_gb'))
+    earlier = _figures(path)
+    if earlier is None:
+      known = [found for part in parts if (found := _figures(part)) is not None]
+      earlier = sum(wall for wall, _ in known), max((peak for _, peak in known), default=0.0)
+    self._earlier_s, self._peak_gb = earlier
 
   def __enter__(self) -> 'Monitor':
     self._start = time.monotonic()
@@ -91,5 +108,5 @@ class Monitor:
 
   def _sample(self) -> None:
     self._peak_gb = max(self._peak_gb, tree_memory_gb())
-    write_json(self._path, {'wall_s': round(self.wall_s, 3),
+    write_json(self._path, {'wall_s': round(self.wall_s, 2),
                             'peak_rss_gb': round(self._peak_gb, 4)})

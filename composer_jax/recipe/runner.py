@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_jax import report
+from composer_jax.config import as_dict
 from composer_jax.envs.sandbox import support
 from composer_jax.errors import UserError
 from composer_jax.files import read_json
@@ -34,6 +35,7 @@ def run(config: Mapping[str, Any], folder: str | pathlib.Path, *,
   folder = pathlib.Path(os.path.realpath(folder))
   chosen = _choose(recipe, only)
   prints = stages.fingerprints(recipe)
+  _require_starts(folder, chosen, prints)
   if dry_run:
     return {stage: _state(folder / 'stages' / stage, prints[stage]) for stage in chosen}
   workdir.claim(folder, recipe, versions.of_run())
@@ -41,7 +43,8 @@ def run(config: Mapping[str, Any], folder: str | pathlib.Path, *,
     context = stages.Context(recipe, folder)
     unfinished = [stage for stage in chosen
                   if workdir.finished(context.folder(stage), prints[stage]) is None]
-    monitor = Monitor(folder / 'usage.json')
+    clocks = [context.folder(stage) / 'clock.json' for stage in schema.STAGES]
+    monitor = Monitor(folder / 'usage.json', clocks)
     if unfinished:
       with monitor:
         _run_stages(context, unfinished, prints, monitor)
@@ -53,11 +56,6 @@ def run(config: Mapping[str, Any], folder: str | pathlib.Path, *,
 def _run_stages(context: stages.Context, unfinished: Sequence[str], prints: Mapping[str, str],
                 monitor: Monitor) -> None:
   """Runs stages in order, after what can be checked before the first has been checked."""
-  for stage in unfinished:
-    before = schema.STARTS_FROM.get(stage)
-    if before and before not in unfinished and workdir.finished(
-        context.folder(before), prints[before]) is None:
-      raise UserError(f'{stage} starts from {before}, which is not finished in {context.workdir}')
   if context.recipe.compilation_cache:
     _keep_compiled_programs(context.workdir / '.xla')
   if any(stage in stages.SANDBOXED for stage in unfinished):
@@ -92,49 +90,81 @@ def evaluate(folder: str | pathlib.Path, stage: str, *, dry_run: bool = False) -
   return results if dry_run else results['eval'][stage]
 
 
-def reuse(config: Mapping[str, Any], folder: str | pathlib.Path,
-          source: str | pathlib.Path) -> list[str]:
+def reuse(config: Mapping[str, Any], folder: str | pathlib.Path, source: str | pathlib.Path, *,
+          only: Sequence[str] | None = None) -> list[str]:
   """Copies the stages that another run has finished under equal settings; see `adopt_stages`.
 
+  Args:
+    config: of the run that is to come.
+    folder: its folder; made when missing.
+    source: the folder of the other run.
+    only: copy at most these stages.
+
+  Returns:
+    The names of the copied stages; none when all were there before.
+
   Raises:
-    UserError: `source` holds no run.
+    UserError: `source` holds no run, is `folder` itself, or has nothing that fits.
+    InfrastructureError: the disk is full, or a file cannot be read.
   """
   folder, source = (pathlib.Path(os.path.realpath(path)) for path in (folder, source))
+  if folder == source:
+    raise UserError(f'--reuse={source} is the --workdir itself')
   if not (source / 'config.json').exists():
     raise UserError(f'--reuse={source}: holds no run')
   recipe = schema.resolve(config)
   checks.check(recipe)
-  workdir.claim(folder, recipe, versions.of_run())
-  with workdir.exclusive(folder):
-    return adopt_stages(config, folder, [source])
+  chosen = _choose(recipe, only)
+  copied = adopt_stages(config, folder, [source], only=only)
+  if not any((folder / 'stages' / stage / 'summary.json').exists() for stage in chosen):
+    key, old, new = workdir.first_difference(
+        read_json(source / 'config.json', 'config')['config'], as_dict(recipe)) or ('', '', '')
+    where = f' ({key} is {old!r} there and {new!r} here)' if key else ''
+    raise UserError(f'--reuse={source}: has no finished stage with the settings of this run{where}')
+  return copied
 
 
 def adopt_stages(config: Mapping[str, Any], folder: pathlib.Path,
-                 siblings: Sequence[pathlib.Path]) -> list[str]:
+                 siblings: Sequence[pathlib.Path], *, only: Sequence[str] | None = None
+                 ) -> list[str]:
   """Copies finished stages that sibling runs have done under equal settings; returns their names.
 
-  Two trials of a sweep that differ in RL only thus pretrain once.
+  Two trials of a sweep that differ in RL only thus pretrain once. A stage is taken only where the
+  stage that it starts from is the same artefact here and there: equal settings alone would mix the
+  tokenizer of one run with the parameters of another.
   """
   recipe = schema.resolve(config)
   prints = stages.fingerprints(recipe)
+  chosen = _choose(recipe, only)
   workdir.claim(folder, recipe, versions.of_run())
   adopted = []
-  for stage in _choose(recipe, None):
-    target = folder / 'stages' / stage
-    if (target / 'summary.json').exists():
-      continue
-    for sibling in siblings:
-      summary = sibling / 'stages' / stage / 'summary.json'
-      if sibling == folder or not summary.exists():
+  with workdir.exclusive(folder):
+    for stage in chosen:
+      target = folder / 'stages' / stage
+      if (target / 'summary.json').exists():
         continue
-      if read_json(summary, 'fingerprint')['fingerprint'] != prints[stage]:
-        continue
-      if stage == 'data':
-        workdir.adopt(sibling / 'data', folder / 'data', last='manifest.json')
-      workdir.adopt(sibling / 'stages' / stage, target, last='summary.json')
-      adopted.append(stage)
-      break
+      for sibling in siblings:
+        summary = sibling / 'stages' / stage / 'summary.json'
+        if sibling == folder or not summary.exists() or not _same_start(stage, folder, sibling):
+          continue
+        if read_json(summary, 'fingerprint')['fingerprint'] != prints[stage]:
+          continue
+        if stage == 'data':
+          workdir.adopt(sibling / 'data', folder / 'data')
+        workdir.adopt(summary.parent, target)
+        golden.adopt(sibling, folder, stage)
+        adopted.append(stage)
+        break
   return adopted
+
+
+def _same_start(stage: str, folder: pathlib.Path, sibling: pathlib.Path) -> bool:
+  """Returns whether the stage before is the same in both: its summary holds times and losses."""
+  before = schema.STARTS_FROM.get(stage)
+  if before is None:
+    return True
+  mine, theirs = (run / 'stages' / before / 'summary.json' for run in (folder, sibling))
+  return mine.exists() and theirs.exists() and mine.read_bytes() == theirs.read_bytes()
 
 
 def write_results(context: stages.Context, monitor: Monitor) -> dict[str, Any]:
@@ -163,6 +193,15 @@ def _choose(recipe: schema.Recipe, only: Sequence[str] | None) -> list[str]:
       raise UserError(f'--stages: {stage!r} is not a stage of this config '
                       f'(there are: {", ".join(recipe.stages)})')
   return [s for s in schema.STAGES if s in recipe.stages and (only is None or s in only)]
+
+
+def _require_starts(folder: pathlib.Path, chosen: Sequence[str], prints: Mapping[str, str]) -> None:
+  """Raises UserError for a chosen stage whose start is neither chosen nor finished."""
+  for stage in chosen:
+    before = schema.STARTS_FROM.get(stage)
+    if before and before not in chosen and workdir.finished(
+        folder / 'stages' / before, prints[before]) is None:
+      raise UserError(f'{stage} starts from {before}, which is not finished in {folder}')
 
 
 def _state(folder: pathlib.Path, fingerprint: str) -> str:

@@ -233,7 +233,10 @@ def demonstrate(context: Context, pool: SandboxPool, grader: Grader, split: str,
 
 
 def rl(context: Context) -> dict[str, Any]:
-  """Asynchronous reinforcement learning from the SFT policy."""
+  """Asynchronous reinforcement learning from the SFT policy.
+
+  The summary's means are over the last `_LAST_STEPS` rows that have the figure.
+  """
   recipe = context.recipe
   config, tokenizer = recipe.rl, context.corpus.tokenizer
   model = context.model('rl')
@@ -246,9 +249,9 @@ def rl(context: Context) -> dict[str, Any]:
       folder=folder, decode=tokenizer.decode)
   manager.save_params(folder / 'params', result.params, {'stage': 'rl'})
   last = metrics.read(folder / 'metrics.jsonl')[-_LAST_STEPS:]
-  means = {f'{name}_last_{_LAST_STEPS}': float(np.mean([row[name] for row in last]))
+  means = {f'{name}_last_{_LAST_STEPS}': float(np.mean(known))
            for name in ('reward_mean', 'solved_fraction', 'kl', 'gap_max')
-           if last and all(row.get(name) is not None for row in last)}
+           if (known := [row[name] for row in last if name in row])}
   return {'steps': result.steps, 'groups_trained': len(result.trained_ordinals),
           'dropped': result.dropped, **means}
 

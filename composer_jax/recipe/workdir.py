@@ -119,13 +119,20 @@ def finished(stage_dir: pathlib.Path, stage_fingerprint: str) -> dict[str, Any] 
   return summary
 
 
-def adopt(source: pathlib.Path, target: pathlib.Path, last: str) -> None:
-  """Copies a finished folder into another run.
+def adopt(source: pathlib.Path, target: pathlib.Path) -> None:
+  """Copies a finished folder into another run; `target` is the whole copy or what it was before.
 
-  The file `last`, which says that the folder is complete, is copied when everything else is there,
-  so that an interrupted copy is an unfinished folder and not a damaged one.
+  Raises:
+    InfrastructureError: the disk is full, or a file cannot be read.
   """
-  if target.exists():
-    shutil.rmtree(target)
-  shutil.copytree(source, target, ignore=shutil.ignore_patterns(last))
-  shutil.copy2(source / last, target / last)
+  draft = target.with_name(f'.{target.name}.part')
+  try:
+    if draft.exists():
+      shutil.rmtree(draft)
+    shutil.copytree(source, draft)
+    if target.exists():
+      shutil.rmtree(target)
+    draft.replace(target)
+  except OSError as error:  # that of copytree is a list of errors, without a number
+    raise InfrastructureError(f'cannot copy {source} to {target}: '
+                              f'{error.strerror or error}') from error

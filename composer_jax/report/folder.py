@@ -79,7 +79,9 @@ def read_run(path: Path) -> Run:
   warnings: list[str] = []
   head = _object(path / 'config.json', warnings)
   stages_dir = path / 'stages'
-  folders = [p for p in stages_dir.iterdir() if p.is_dir()] if stages_dir.is_dir() else []
+  folders = []
+  if stages_dir.is_dir():  # a hidden one is a copy that was interrupted
+    folders = [p for p in stages_dir.iterdir() if p.is_dir() and not p.name.startswith('.')]
   if not head and not folders:
     raise UserError(f'--workdir={path}: holds no run (no config.json, no stages)')
   stages = [_read_stage(folder, warnings) for folder in sorted(folders, key=_stage_key)]

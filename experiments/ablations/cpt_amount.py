@@ -3,7 +3,7 @@
     composer-jax sweep --config=experiments/ablations/cpt_amount.py --workdir=runs/cpt_amount
 
 The first finding of the Composer 2 report (section 3.1, figure 2) at tiny size: three amounts of
-the first phase, evenly spaced in log (41k, 123k, 369k tokens), then the same long phase (82k), SFT
+the first phase, evenly spaced in log (36k, 107k, 321k tokens), then the same long phase (78k), SFT
 and RL for all. The loss is that of held-out demonstrations, the column `sft held-out loss` of the
 comparison page.
 """

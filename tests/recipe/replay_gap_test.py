@@ -18,12 +18,11 @@ OVERRIDES = {'rl.optimizer.lr': '0', 'rl.steps': '10'}
 @pytest.fixture(scope='module')
 def run_at_rate_0(smoke_run, command_line, tmp_path_factory):
   folder = tmp_path_factory.mktemp('rate_0') / 'run'
-  config = config_file.load(command_line.config.partition('=')[2], OVERRIDES.items())
-  adopted = runner.adopt_stages(config, folder, [smoke_run])
-  assert adopted == ['data', 'cpt', 'long_context', 'sft', 'eval_sft']
   shutil.copytree(smoke_run / '.xla', folder / '.xla')
-  command_line.run_smoke(folder, '--stages=rl',
-                         *(f'--config.{key}={value}' for key, value in OVERRIDES.items()))
+  out = command_line.run_smoke(
+      folder, f'--reuse={smoke_run}', '--stages=data,cpt,long_context,sft,rl',
+      *(f'--config.{key}={value}' for key, value in OVERRIDES.items()))
+  assert out.startswith(f'copied from {smoke_run}: data, cpt, long_context, sft\n')
   return folder
 
 

@@ -2,12 +2,13 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 
 from composer_jax import api, metrics
-from composer_jax.errors import UserError
+from composer_jax.errors import InfrastructureError, UserError
 from composer_jax.recipe.schema import STAGES
 
 TRAINED = ('cpt', 'long_context', 'sft', 'rl')
@@ -174,12 +175,44 @@ def test_stages_of_another_run_are_reused_where_the_settings_are_equal(smoke_run
   assert api.run(config, tmp_path / 'more', dry_run=True) == {
     **dict.fromkeys(equal, 'done'), 'rl': 'run', 'eval_rl': 'run'}
   assert read(tmp_path / 'more' / 'config.json')['config']['rl'] == config['rl']
+  assert read(tmp_path / 'more' / 'golden.json') == read(smoke_run / 'golden.json')
+  assert api.reuse(config, tmp_path / 'more', smoke_run) == []
+  results = api.run(config, tmp_path / 'more', stages=['eval_sft'])  # done: nothing runs
+  assert results['wall_s'] > sum(stage['wall_s'] for stage in results['stages'].values())
+  assert results['eval']['sft'] == read(smoke_run / 'results.json')['eval']['sft']
+  assert api.reuse(config, tmp_path / 'few', smoke_run, stages=['data', 'cpt']) == ['data', 'cpt']
+
+
+def test_artefacts_of_two_runs_are_not_mixed(smoke_run, tmp_path):
+  """Equal settings do not make an equal corpus: a stage follows only what it was made from."""
+  config = read(smoke_run / 'config.json')['config']
+  api.reuse(config, tmp_path / 'own', smoke_run, stages=['data', 'cpt'])
+  own = tmp_path / 'own' / 'stages' / 'cpt' / 'summary.json'
+  own.write_text(json.dumps(read(own) | {'wall_s': 0.01}))
+  assert api.reuse(config, tmp_path / 'own', smoke_run) == []
+
+
+def test_what_cannot_be_reused_is_one_line(smoke_run, tmp_path, monkeypatch):
+  config = read(smoke_run / 'config.json')['config']
   with pytest.raises(UserError, match='holds no run'):
     api.reuse(config, tmp_path / 'other', tmp_path)
+  with pytest.raises(UserError, match='is the --workdir itself'):
+    api.reuse(config, smoke_run, smoke_run)
   assert not (tmp_path / 'other').exists()
+  with pytest.raises(UserError, match='no finished stage.*seed is 0 there and 1 here'):
+    api.reuse(config | {'seed': 1}, tmp_path / 'seed', smoke_run)
+
+  def full(source, target):
+    raise shutil.Error([(str(source), str(target), 'No space left on device')])
+  monkeypatch.setattr(shutil, 'copytree', full)
+  with pytest.raises(InfrastructureError, match='cannot copy .*No space left'):
+    api.reuse(config, tmp_path / 'full', smoke_run)
 
 
 def test_a_stage_needs_the_one_that_it_starts_from(smoke_run, tmp_path):
   config = read(smoke_run / 'config.json')['config']
   with pytest.raises(UserError, match='eval_sft starts from sft, which is not finished'):
     api.run(config, tmp_path / 'run', stages=['eval_sft'])
+  with pytest.raises(UserError, match='eval_sft starts from sft'):
+    api.run(config, tmp_path / 'run', stages=['eval_sft'], dry_run=True)
+  assert not (tmp_path / 'run').exists()
