@@ -7,8 +7,8 @@ Needs an environment of its own (about 1 GB), on any machine, no accelerator:
   /tmp/peer/bin/python tests/models/hf_golden/generate.py
 
 Writes `data/<case>.npz` for every case of `grid.CASES` (names as arguments: only those) and
-`data/ropes.npz`; with `--checkpoint`, the saved model in `checkpoint/` instead. Running it again gives the same numbers up to the
-float32 rounding of the machine's matrix library.
+`data/ropes.npz`; with `--checkpoint`, the saved model in `checkpoint/` instead. Running it again
+gives the same numbers up to the float32 rounding of the machine's matrix library.
 """
 
 import argparse

@@ -5,7 +5,6 @@ import pathlib
 from typing import Any
 
 import numpy as np
-
 from hf_golden import weights
 
 DATA = pathlib.Path(__file__).parent / 'data'
