@@ -6,8 +6,8 @@ In two steps, because transformers has an environment of its own (see `generate.
   /tmp/peer/bin/python tests/models/hf_golden/check_export.py compare FOLDER
 
 `write` reads the folder with our importer and writes `FOLDER/our_logits.npz`; `compare` loads it
-with `AutoModelForCausalLM` in float32, prints the largest difference and exits with 1 if it is above
-1e-4 of the largest logit, or if transformers misses a tensor or finds one too many.
+with `AutoModelForCausalLM` in float32, prints the largest difference and exits with 1 if it is
+above 1e-4 of the largest logit, or if transformers misses a tensor or finds one too many.
 """
 
 import argparse
@@ -44,7 +44,8 @@ def compare(folder: pathlib.Path) -> bool:
   with np.load(folder / RESULT) as data:
     tokens, ours = data['tokens'], data['logits']
   model, info = transformers.AutoModelForCausalLM.from_pretrained(
-      folder, dtype=torch.float32, attn_implementation='eager', output_loading_info=True)
+      folder, dtype=torch.float32, attn_implementation='eager', experts_implementation='eager',
+      output_loading_info=True)
   with torch.no_grad():
     theirs = model(torch.from_numpy(tokens).long(), use_cache=False).logits.numpy()
   error = float(np.abs(theirs - ours).max() / np.abs(theirs).max())
