@@ -2,7 +2,7 @@
 
 In two steps, because transformers has an environment of its own (see `generate.py`):
 
-  python tests/models/hf_golden/check_export.py write FOLDER
+  .venv/bin/python tests/models/hf_golden/check_export.py write FOLDER
   /tmp/peer/bin/python tests/models/hf_golden/check_export.py compare FOLDER
 
 `write` reads the folder with our importer and writes `FOLDER/our_logits.npz`; `compare` loads it
@@ -17,6 +17,8 @@ import sys
 
 import numpy as np
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
 RESULT = 'our_logits.npz'
 TOLERANCE = 1e-4
 ROWS, LENGTH = 2, 64
@@ -24,12 +26,15 @@ ROWS, LENGTH = 2, 64
 
 def write(folder: pathlib.Path) -> None:
   """Writes tokens and the logits that our model gives them, in float32."""
-  import jax.numpy as jnp
+  from hf_golden import mapping as names
 
   from composer_jax import models
-  from composer_jax.checkpoint import hf_import
+  from composer_jax.checkpoint import safetensors_dir
 
-  config, params = hf_import.load(folder, dtype=jnp.float32)
+  config = models.ModelConfig.from_hf(json.loads((folder / 'config.json').read_text()))
+  tensors = safetensors_dir.TensorFolder(folder)
+  params = names.from_hf(config, {name: tensors.read(name).astype(np.float32)
+                                  for name in tensors.infos})
   rng = np.random.default_rng(0)
   tokens = rng.integers(0, config.vocab_size, (ROWS, LENGTH)).astype(np.int32)
   logits = models.forward(config, params, tokens).logits
