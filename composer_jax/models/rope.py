@@ -21,10 +21,14 @@ def frequencies(config: config_lib.ModelConfig) -> tuple[np.ndarray, float]:
 
   YaRN (arXiv 2309.00071, section 3.2, with the rounding of DeepSeek-V3's `modeling_deepseek.py`):
   a frequency that turns more than `beta_fast` times over the original length is kept, one that
-  turns less than `beta_slow` times is divided by `factor`, linear in the index between.
+  turns less than `beta_slow` times is divided by `factor`, linear in the index between. In float32
+  step by step as there: at position 260000 the last bit of a frequency is worth 0.02 radians. The
+  multiplier is that code's too; transformers takes `mscale` for 1 where `mscale_all_dim` is 0.
   """
   width, scaling = config.qk_rope_head_dim, config.rope_scaling
-  plain = config.rope_theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
+  exponents = np.arange(0, width, 2, dtype=np.float32) / width
+  periods = (config.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
+  plain = 1.0 / periods
   if scaling is None:
     return plain, 1.0
 
@@ -35,10 +39,9 @@ def frequencies(config: config_lib.ModelConfig) -> tuple[np.ndarray, float]:
 
   low = max(math.floor(index_of(scaling.beta_fast)), 0)
   high = min(math.ceil(index_of(scaling.beta_slow)), width - 1)
-  ramp = np.clip((np.arange(width // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
-  scaled = plain / scaling.factor * ramp + plain * (1.0 - ramp)
-  if not scaling.mscale or not scaling.mscale_all_dim:
-    return scaled, _mscale(scaling.factor, 1.0)  # transformers' `_compute_yarn_parameters`
+  span = high - low or 1e-3  # may be negative, and then the ramp falls, as in the public code
+  kept = 1.0 - np.clip((np.arange(width // 2, dtype=np.float32) - low) / span, 0.0, 1.0)
+  scaled = 1.0 / (scaling.factor * periods) * (1.0 - kept) + plain * kept
   return scaled, _mscale(scaling.factor, scaling.mscale) / _mscale(
       scaling.factor, scaling.mscale_all_dim)
 
