@@ -212,5 +212,5 @@ def test_config_from_a_mapping():
   assert config.sources['std'].max_bytes == 5 and config.tokenizer_weights == {'std': 2.0}
   with pytest.raises(UserError, match='needs a path'):
     build_config(CorpusConfig, {'sources': {'a': {'kind': 'folder'}}})
-  with pytest.raises(UserError, match='vocab_size must lie between'):
-    build_config(CorpusConfig, {'vocab_size': 100_000})
+  with pytest.raises(UserError, match='vocab_size must be at least 262'):
+    build_config(CorpusConfig, {'vocab_size': 100})
