@@ -5,6 +5,7 @@ is append-only and takes marks from ids alone; here both are run on sample conve
 difference is named.
 """
 
+import functools
 import itertools
 import json
 import pathlib
@@ -108,14 +109,19 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], tools: kimi_too
   Raises:
     jinja2.TemplateError: the template is malformed or refuses the messages.
   """
+  return _compiled(template).render(
+      messages=list(messages), tools=list(tools) or None, add_generation_prompt=True,
+      tools_ts_str=kimi_tools.as_typescript(tools) if tools else None, thinking=thinking,
+      preserve_thinking=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str) -> jinja2.Template:
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
       trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
   environment.filters['tojson'] = _to_json
   environment.globals['raise_exception'] = _raise
-  return environment.from_string(template).render(
-      messages=list(messages), tools=list(tools) or None, add_generation_prompt=True,
-      tools_ts_str=kimi_tools.as_typescript(tools) if tools else None, thinking=thinking,
-      preserve_thinking=True)
+  return environment.from_string(template)
 
 
 def encode_marked(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -157,6 +163,8 @@ def _samples(style: str) -> list[tuple[str, list[dict[str, Any]], kimi_tools.Too
 
 
 def _first_difference(theirs: str, ours: str) -> str:
+  if theirs == ours:
+    return 'the same text, cut into other ids'
   at = next((n for n, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b),
             min(len(theirs), len(ours)))
   begin = max(0, at - 20)

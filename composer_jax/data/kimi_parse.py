@@ -28,7 +28,7 @@ MARKS = {
 }
 THINK_MARKS = {'think_open': '<think>', 'think_close': '</think>'}
 
-_CALL_ID = re.compile(r'(?:functions\.)?([A-Za-z0-9_.-]+):([0-9]{1,9})')
+_CALL_ID = re.compile(r'(?:functions\.)?+([A-Za-z_][A-Za-z0-9_.-]*):[0-9]{1,9}')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,8 +47,10 @@ SPECIAL_PLACES = {
     21: '<|media_pad|>', 22: '<think>', 23: '</think>', 254: '[UNK]', 255: '[PAD]',
 }
 
-_MAX_RUN = 25_000     # characters of one kind (space or not): more makes the library crawl
-_MAX_CHARS = 400_000  # characters in one call: more can overflow its stack
+# Kimi's code cuts text into calls of at most so many characters, and of so many of one kind (space
+# or not) in a row. A million spaces in one call overflow the library's stack.
+_MAX_CHARS = 400_000
+_MAX_RUN = 25_000
 _RUN = re.compile(r'\s+|\S+')
 
 
