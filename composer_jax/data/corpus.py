@@ -185,12 +185,17 @@ def _build(config: CorpusConfig, out_dir: pathlib.Path, extra_documents: ExtraDo
   with progress(2 * len(names) + 1, 'corpus') as bar:
     collected = _collect(config, extra_documents, bar)
     if not (part / _TOKENIZER_DONE).exists():
-      groups = {name: texts.train for name, texts in collected.items()}
-      groups[SAMPLES] = list(tokenizer_samples)
-      (given or _train_tokenizer(config, groups)).save(part)
+      made = given
+      if made is None:
+        groups = {name: texts.train for name, texts in collected.items()}
+        made = _train_tokenizer(config, groups | {SAMPLES: list(tokenizer_samples)})
+      made.save(part)
       _write(part / _TOKENIZER_DONE, '')
     tokenizer = tokenizer_lib.load(part)
-    bar.update(tokenizer=tokenizer.vocab_size)
+    # A vocabulary smaller than the model's is allowed, and shown.
+    padded = tokenizer.vocab_size < config.vocab_size
+    bar.update(tokenizer=f'{tokenizer.vocab_size} of {config.vocab_size} ids' if padded
+               else tokenizer.vocab_size)
     entries = {}
     for name, texts in collected.items():
       entry = part / name / 'entry.json'

@@ -34,6 +34,8 @@ class BpeTokenizer(Tokenizer):
   Added tokens that the file calls special are never made from text. Published files leave some of
   their marks (such as `<｜User｜>`) without that flag: added tokens spelled `<|...|>` are special
   here in any case. Other added tokens (runs of spaces, words) are made from text as the file says.
+  Where the file has no normaliser, decoding gives back any bytes; with one (Qwen's NFC), it gives
+  back normalised text.
   """
 
   def __init__(self, text: str, config: Mapping[str, Any], files: Mapping[str, bytes],

@@ -88,6 +88,9 @@ class TiktokenTokenizer(Tokenizer):
 
 def _read_ranks(data: bytes, where: str) -> dict[bytes, int]:
   """Returns token -> rank in the order of ranks 0, 1, ..."""
+  if not data.isascii():
+    raise UserError(f'{where}: is not a tiktoken file ("base64 rank" on each line); models of '
+                    'sentencepiece cannot be read')
   ranks: dict[bytes, int] = {}
   seen: set[int] = set()
   for number, line in enumerate(data.splitlines(), 1):
