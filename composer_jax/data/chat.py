@@ -99,9 +99,3 @@ def flatten(segments: Iterable[Segment]) -> tuple[list[int], list[bool]]:
     ids.extend(segment.ids)
     mask.extend([segment.trainable] * len(segment.ids))
   return ids, mask
-
-
-def render_trace(renderer: Renderer, instruction: str,
-                 turns: Iterable[tuple[str, str | None]]) -> tuple[list[int], list[bool]]:
-  """Returns `flatten(render_segments(...))`: ids and role mask of a whole conversation."""
-  return flatten(render_segments(renderer, instruction, turns))

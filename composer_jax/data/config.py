@@ -57,8 +57,12 @@ class CorpusConfig:
 
   Attributes:
     sources: name -> source; a mixture refers to them by name.
+    tokenizer: a tokenizer to use as it is: a Hugging Face folder or one file of it (see
+      `tokenizer.load`), such as that of the checkpoint that training starts from. Empty trains one.
+      The corpus keeps its own copy; what becomes of the path afterwards does not matter.
     vocab_size: ids of the tokenizer, specials and the 256 bytes included. 512 suits a model below
-      one million parameters: the vocabulary is an eighth of it already.
+      one million parameters: the vocabulary is an eighth of it already. With `tokenizer`, the
+      vocabulary of the model, which may have more ids than the tokenizer, not fewer.
     tokenizer_bytes: how much text the tokenizer is trained on, over all groups.
     tokenizer_weights: group -> share of `tokenizer_bytes`; a group is a source, an extra source, or
       `samples` (the texts handed in beside the documents). Groups left out weigh 1.
@@ -73,6 +77,7 @@ class CorpusConfig:
   """
 
   sources: dict[str, SourceConfig] = dataclasses.field(default_factory=_default_sources)
+  tokenizer: str = ''
   vocab_size: int = 512
   tokenizer_bytes: int = 1_000_000
   tokenizer_weights: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -86,8 +91,7 @@ class CorpusConfig:
   def __post_init__(self):
     if not 0 < self.heldout_fraction < 1:
       raise ValueError('heldout_fraction must lie between 0 and 1')
-    if not 262 <= self.vocab_size <= 65_536:
-      raise ValueError('vocab_size must lie between 262 and 65536 (tokens are stored as uint16)')
+    check_least(self, 262, 'vocab_size')
     check_least(self, 1, 'tokenizer_bytes', 'max_file_bytes', 'max_mean_line', 'max_line')
     check_least(self, 0, 'min_file_bytes', 'heldout_bytes')
     if any(weight < 0 for weight in self.tokenizer_weights.values()):

@@ -1,8 +1,9 @@
 """Building a corpus once, and reading it back as memory-mapped tokens.
 
     <dir>/manifest.json            written last: config, counts, compressor baselines
-    <dir>/tokenizer.json
-    <dir>/<source>/train.tokens.npy     uint16, all documents one after the other
+    <dir>/tokenizer.json                or the files of the tokenizer given in the config
+    <dir>/<source>/train.tokens.npy     all documents one after the other; uint16, or uint32 where
+                                        the tokenizer has more than 65,536 ids
     <dir>/<source>/train.offsets.npy    int64 [documents + 1]
     <dir>/<source>/heldout.*.npy
 
@@ -34,6 +35,7 @@ from composer_jax.progress import Progress, progress
 SPLITS = ('train', 'heldout')
 SAMPLES = 'samples'
 _FORMAT = 1
+_TOKENIZER_DONE = 'tokenizer.done'  # of an unfinished build: all files of the tokenizer are there
 
 ExtraDocuments = Mapping[str, tuple[Iterable[str], Iterable[str]]]
 
@@ -55,7 +57,7 @@ def build(config: CorpusConfig, out_dir: str | pathlib.Path,
     The opened corpus.
 
   Raises:
-    UserError: an unusable source, or `out_dir` holds a corpus of another config.
+    UserError: an unusable source or tokenizer, or `out_dir` holds a corpus of another config.
     InfrastructureError: the disk does not take the files.
   """
   out_dir = pathlib.Path(out_dir)
@@ -70,8 +72,9 @@ def build(config: CorpusConfig, out_dir: str | pathlib.Path,
   _check_names(config, extra_documents)
   if out_dir.exists() and not _is_empty_folder(out_dir):
     raise UserError(f'{out_dir}: is not empty and holds no corpus; choose another folder')
+  given = _given_tokenizer(config)
   try:
-    _build(config, out_dir, extra_documents, tokenizer_samples, fingerprint)
+    _build(config, out_dir, extra_documents, given, tokenizer_samples, fingerprint)
   except OSError as error:
     raise InfrastructureError(f'{out_dir}: cannot write the corpus '
                               f'({error.strerror or error})') from error
@@ -90,7 +93,7 @@ class Documents:
   """One split of one source, memory-mapped.
 
   Attributes:
-    tokens: uint16, the documents one after the other, without separators.
+    tokens: uint16 or uint32, the documents one after the other, without separators.
     offsets: int64 `[documents + 1]`, where each document begins in `tokens`.
   """
 
@@ -102,7 +105,7 @@ class Documents:
     return len(self.offsets) - 1
 
   def __getitem__(self, index: int) -> np.ndarray:
-    """Returns the token ids of document `index` (uint16, a view of the file)."""
+    """Returns the token ids of document `index`, a view of the file."""
     return self.tokens[self.offsets[index]:self.offsets[index + 1]]
 
 
@@ -132,7 +135,7 @@ class Corpus:
   def tokenizer(self) -> tokenizer_lib.Tokenizer:
     """The corpus's tokenizer."""
     if self._tokenizer is None:
-      self._tokenizer = tokenizer_lib.load(self.path / 'tokenizer.json')
+      self._tokenizer = tokenizer_lib.load(self.path)
     return self._tokenizer
 
   def documents(self, source: str, split: str) -> Documents:
@@ -168,7 +171,8 @@ class Corpus:
 
 
 def _build(config: CorpusConfig, out_dir: pathlib.Path, extra_documents: ExtraDocuments,
-           tokenizer_samples: Iterable[str], fingerprint: str) -> None:
+           given: tokenizer_lib.Tokenizer | None, tokenizer_samples: Iterable[str],
+           fingerprint: str) -> None:
   """Does the work of `build` in `<out_dir>.part` and renames it."""
   start = time.monotonic()
   part = out_dir.with_name(out_dir.name + '.part')
@@ -180,13 +184,18 @@ def _build(config: CorpusConfig, out_dir: pathlib.Path, extra_documents: ExtraDo
   names = [*config.sources, *extra_documents]
   with progress(2 * len(names) + 1, 'corpus') as bar:
     collected = _collect(config, extra_documents, bar)
-    path = part / 'tokenizer.json'
-    if not path.exists():
-      groups = {name: texts.train for name, texts in collected.items()}
-      groups[SAMPLES] = list(tokenizer_samples)
-      _write(path, _train_tokenizer(config, groups).to_json())
-    tokenizer = tokenizer_lib.load(path)
-    bar.update(tokenizer=tokenizer.vocab_size)
+    if not (part / _TOKENIZER_DONE).exists():
+      made = given
+      if made is None:
+        groups = {name: texts.train for name, texts in collected.items()}
+        made = _train_tokenizer(config, groups | {SAMPLES: list(tokenizer_samples)})
+      made.save(part)
+      _write(part / _TOKENIZER_DONE, '')
+    tokenizer = tokenizer_lib.load(part)
+    # A vocabulary smaller than the model's is allowed, and shown.
+    padded = tokenizer.vocab_size < config.vocab_size
+    bar.update(tokenizer=f'{tokenizer.vocab_size} of {config.vocab_size} ids' if padded
+               else tokenizer.vocab_size)
     entries = {}
     for name, texts in collected.items():
       entry = part / name / 'entry.json'
@@ -204,6 +213,7 @@ def _build(config: CorpusConfig, out_dir: pathlib.Path, extra_documents: ExtraDo
   }
   _write(part / 'manifest.json', json.dumps(manifest, indent=1))
   marker.unlink()
+  (part / _TOKENIZER_DONE).unlink()
   os.replace(part, out_dir)  # also replaces an empty folder, and no other
 
 
@@ -251,6 +261,16 @@ def _within(texts: Iterable[str], max_bytes: int) -> Iterable[str]:
     yield text
 
 
+def _given_tokenizer(config: CorpusConfig) -> tokenizer_lib.Tokenizer | None:
+  """Returns the configured tokenizer, None where one has to be trained."""
+  if not config.tokenizer:
+    return None
+  tokenizer = tokenizer_lib.load(config.tokenizer)
+  tokenizer_lib.check_vocabulary(tokenizer, config.vocab_size)
+  tokenizer.role('doc')  # the loader needs it; better missed now than after the build
+  return tokenizer
+
+
 def _train_tokenizer(config: CorpusConfig,
                      groups: Mapping[str, Sequence[str]]) -> tokenizer_lib.Tokenizer:
   """Trains on a sample with the configured share of each group that has texts."""
@@ -280,9 +300,10 @@ def _tokenise(folder: pathlib.Path, texts: sources.Collected,
   entry: dict[str, Any] = {}
   for split in SPLITS:
     documents = getattr(texts, split)
-    ids = [np.asarray(i, np.uint16) for i in map(tokenizer.encode, documents)]
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    ids = [np.asarray(i, dtype) for i in map(tokenizer.encode, documents)]
     lengths = [len(i) for i in ids]
-    _save(folder / f'{split}.tokens.npy', np.concatenate([*ids, np.zeros(0, np.uint16)]))
+    _save(folder / f'{split}.tokens.npy', np.concatenate([*ids, np.zeros(0, dtype)]))
     _save(folder / f'{split}.offsets.npy', np.cumsum([0, *lengths], dtype=np.int64))
     sizes = [len(text.encode(errors='surrogateescape')) for text in documents]
     entry[split] = {'files': len(documents), 'bytes': sum(sizes), 'tokens': sum(lengths)}

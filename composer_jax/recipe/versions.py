@@ -5,7 +5,7 @@ import platform
 from collections.abc import Iterable
 
 _SHAPING = ('composer-jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain',
-            'tokenizers')
+            'tokenizers', 'tiktoken')
 
 
 def of_run() -> dict[str, str]:

@@ -1,8 +1,10 @@
+import base64
 import random
 
 import pytest
 
 from composer_jax.data import corpus as corpus_lib
+from composer_jax.data import tokenizer as tokenizer_lib
 from composer_jax.data.config import CorpusConfig, SourceConfig
 
 WORDS = ['total', 'items', 'value', 'node', 'index', 'é', 'café', 'result', 'key', 'path']
@@ -55,3 +57,27 @@ def corpus(corpus_config, functions, tmp_path_factory):
   return corpus_lib.build(
       corpus_config(), tmp_path_factory.mktemp('out') / 'corpus',
       {'functions': (functions(0, 300), functions(1000, 50))}, tokenizer_samples=['finish'] * 20)
+
+
+@pytest.fixture(scope='session')
+def bare_bpe():
+  """A byte-level BPE without special tokens: its ids are ranks."""
+  texts = ['fix the function: sum of items\n', 'functions.read:0', '{"path": "a.py"}', 'cafés 漢字',
+           "It's done. I'll look.\n\n    return total", '<|im_end|> </think> 12345']
+  return tokenizer_lib.train(texts * 5, 320, ())
+
+
+@pytest.fixture(scope='session')
+def kimi_folder(bare_bpe, tmp_path_factory):
+  """A folder with a small `tiktoken.model`."""
+  folder = tmp_path_factory.mktemp('kimi')
+  tokens = [bare_bpe.decode_bytes([i]) for i in range(bare_bpe.vocab_size)]
+  (folder / 'tiktoken.model').write_bytes(
+      b''.join(b'%s %d\n' % (base64.b64encode(token), n) for n, token in enumerate(tokens)))
+  return folder
+
+
+@pytest.fixture(scope='session')
+def kimi(kimi_folder):
+  """Its tokenizer, with the special tokens of Kimi K2.5."""
+  return tokenizer_lib.load(kimi_folder)

@@ -11,6 +11,7 @@ import pytest
 from composer_jax.config import build as build_config
 from composer_jax.data import compression, sources
 from composer_jax.data import corpus as corpus_lib
+from composer_jax.data import rows as rows_lib
 from composer_jax.data.config import CorpusConfig
 from composer_jax.errors import InfrastructureError, UserError
 
@@ -212,5 +213,48 @@ def test_config_from_a_mapping():
   assert config.sources['std'].max_bytes == 5 and config.tokenizer_weights == {'std': 2.0}
   with pytest.raises(UserError, match='needs a path'):
     build_config(CorpusConfig, {'sources': {'a': {'kind': 'folder'}}})
-  with pytest.raises(UserError, match='vocab_size must lie between'):
-    build_config(CorpusConfig, {'vocab_size': 100_000})
+  with pytest.raises(UserError, match='vocab_size must be at least 262'):
+    build_config(CorpusConfig, {'vocab_size': 100})
+
+
+def test_a_given_tokenizer_is_used_and_kept(corpus_config, functions, kimi_folder, kimi, tmp_path):
+  extra = {'functions': (functions(0, 9), functions(90, 9))}
+  given = tmp_path / 'given'
+  shutil.copytree(kimi_folder, given)
+  config = corpus_config(tokenizer=str(given), vocab_size=576)
+  built = corpus_lib.build(config, tmp_path / 'c', extra)
+  shutil.rmtree(given)
+  assert built.tokenizer.specials == kimi.specials
+  assert _texts(built, 'functions', 'train') == functions(0, 9)
+  assert built.documents('functions', 'train')[0].tolist() == kimi.encode(functions(0, 1)[0])
+  assert corpus_lib.build(config, tmp_path / 'c', extra).tokenizer.vocab_size == 576  # opened
+  with pytest.raises(UserError, match='given: cannot read the tokenizer'):
+    corpus_lib.build(config, tmp_path / 'd', extra)
+  with pytest.raises(UserError, match='has 576 ids, the model only 575'):
+    small = corpus_config(tokenizer=str(kimi_folder), vocab_size=575)
+    corpus_lib.build(small, tmp_path / 'd', extra)
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['c']  # nothing half-written
+
+
+def test_ids_beyond_16_bits_are_stored_whole(corpus_config, functions, bare_bpe, tmp_path):
+  spec = json.loads(bare_bpe.files['tokenizer.json'])
+  vocab = spec['model']['vocab']
+  vocab['def'], vocab['<|endoftext|>'] = 70_000, 70_002  # a hole before them
+  spec['model']['merges'] += [['de', 'f'], ['d', 'e']]
+  vocab.setdefault('de', 69_999)
+  spec['added_tokens'] = [{'id': 70_002, 'content': '<|endoftext|>', 'special': True,
+                           'single_word': False, 'lstrip': False, 'rstrip': False,
+                           'normalized': False}]
+  (tmp_path / 'tokenizer.json').write_text(json.dumps(spec))
+  (tmp_path / 'tokenizer_config.json').write_text('{"bos_token": "<|endoftext|>"}')
+  built = corpus_lib.build(
+      corpus_config(tokenizer=str(tmp_path / 'tokenizer.json'), vocab_size=70_003), tmp_path / 'c',
+      {'functions': (functions(0, 9), functions(90, 9))})
+  documents = built.documents('functions', 'train')
+  assert documents.tokens.dtype == np.uint32 and documents.tokens.max() >= 69_999
+  assert _texts(built, 'functions', 'train') == functions(0, 9)
+  rows = rows_lib.Rows(rows_lib.DocumentSequences(documents.tokens, documents.offsets,
+                                                  built.tokenizer.doc_id), 64, seed=None)
+  row = rows[0]
+  assert row.tokens[0] == 70_002 and row.tokens.dtype == np.int32
+  assert row.tokens[1:].max() >= 69_999

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from composer_jax.data.chat import render_trace
+from composer_jax.data.chat import flatten, render_segments
 from composer_jax.data.loader import read_traces
 from composer_jax.envs import taskset
 from composer_jax.envs.expert import ExpertConfig, play, play_all, repairs
@@ -63,8 +63,8 @@ def test_traces_all_succeed_and_are_what_the_harness_saw(tmp_path, pool, grader,
     results = [renderer.tokenizer.decode(s).removeprefix('<|result|>').rpartition('<|end|>')[0]
                for s, t in zip(row['segments'][2:], row['trainable'][2:], strict=True) if not t]
     task = TASKS[row['index']]
-    expected = render_trace(renderer, task.instruction,
-                            list(zip(calls, [*results, None], strict=True)))
+    expected = flatten(render_segments(renderer, task.instruction,
+                                       list(zip(calls, [*results, None], strict=True))))
     assert (ids.tolist(), own.tolist()) == (expected[0], expected[1])
     assert (context == ~own).all()
 

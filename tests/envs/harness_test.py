@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from composer_jax.data.chat import render_trace
+from composer_jax.data.chat import flatten, render_segments
 from composer_jax.envs.harness import Episode, Status
 from composer_jax.envs.types import Case, FailureClass, Limits, StopReason, Task, Trace
 from composer_jax.errors import InfrastructureError
@@ -58,7 +58,7 @@ def test_live_tokens_equal_the_rendered_trace(start, renderer):
       'finish')
   trace = episode.trace()
   turns = [(t.text, t.result.text if t.result else None) for t in trace.turns]
-  ids, mask = render_trace(renderer, TASK.instruction, turns)
+  ids, mask = flatten(render_segments(renderer, TASK.instruction, turns))
   assert (trace.tokens, trace.trainable) == (ids, mask)
 
 
