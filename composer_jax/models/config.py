@@ -1,9 +1,11 @@
 """Shape of the model: the field names of a Hugging Face DeepSeek-V3 `config.json`, plus ours."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from composer_jax.config import check_least
+from composer_jax.config import as_dict, build, check_least
+from composer_jax.models import hf_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,10 @@ class ModelConfig:
     qk_nope_head_dim: per-head query/key width without position.
     qk_rope_head_dim: R, rotary width, shared by all heads on the key side.
     v_head_dim: per-head value width.
-    rms_norm_eps: epsilon under the root of every RMSNorm.
+    rms_norm_eps: epsilon under the root of every RMSNorm on the residual stream.
+    latent_norm_eps: the same of the two norms inside attention (query and key/value bottleneck),
+      which DeepSeek's and transformers' code build with 1e-6 whatever `rms_norm_eps` says. Not a
+      field of `config.json`.
     rope_theta: rotary base.
     rope_scaling: YaRN, or None for plain rotary embedding.
     max_position_embeddings: longest sequence, tokens.
@@ -90,6 +95,7 @@ class ModelConfig:
   qk_rope_head_dim: int = 16
   v_head_dim: int = 32
   rms_norm_eps: float = 1e-5
+  latent_norm_eps: float = 1e-6
   rope_theta: float = 10000.0
   rope_scaling: RopeScaling | None = None
   max_position_embeddings: int = 1024
@@ -106,7 +112,7 @@ class ModelConfig:
                 'topk_group', 'scan_unroll', 'intermediate_size', 'moe_intermediate_size',
                 'max_position_embeddings')
     check_least(self, 0, 'q_lora_rank', 'n_shared_experts', 'initializer_range')
-    for name in ('rms_norm_eps', 'rope_theta'):
+    for name in ('rms_norm_eps', 'latent_norm_eps', 'rope_theta'):
       if getattr(self, name) <= 0:
         raise ValueError(f'{name} must be above 0, got {getattr(self, name)}')
     if not 0 <= self.first_k_dense_replace <= self.num_hidden_layers:
@@ -120,6 +126,26 @@ class ModelConfig:
     if not 1 <= self.num_experts_per_tok <= self.experts_in_reach:
       raise ValueError(f'num_experts_per_tok must be between 1 and {self.experts_in_reach}, the '
                        'experts that group-limited routing leaves')
+
+  @classmethod
+  def from_hf(cls, raw: Mapping[str, Any], where: str = 'config.json', **ours: Any
+              ) -> 'ModelConfig':
+    """Returns the config of a Hugging Face checkpoint.
+
+    Args:
+      raw: the object of its `config.json`: DeepSeek-V3 and V3.1, Kimi K2, the multimodal wrapper of
+        Kimi K2.5 (of which the text model is taken), Moonlight.
+      where: the file, for messages.
+      **ours: fields that such a file does not have, such as `remat`.
+
+    Raises:
+      UserError: names a field that is missing, of the wrong type, unknown, or not implemented.
+    """
+    return build(cls, hf_fields.to_kwargs(raw, where) | ours, where)
+
+  def to_hf(self) -> dict[str, Any]:
+    """Returns the object of a `config.json` that `from_hf` reads back and transformers loads."""
+    return hf_fields.from_fields(as_dict(self))
 
   @property
   def num_moe_layers(self) -> int:

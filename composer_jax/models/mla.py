@@ -44,7 +44,7 @@ class Attention(nnx.Module):
     """Returns the position-free and the rotated part of every head's query, softmax-scaled."""
     c = self.config
     if c.q_lora_rank:
-      x = layers.rms_norm(layers.linear(x, self.q_a[...]), self.q_norm[...], c.rms_norm_eps)
+      x = layers.rms_norm(layers.linear(x, self.q_a[...]), self.q_norm[...], c.latent_norm_eps)
     q = layers.linear(x, (self.q_b if c.q_lora_rank else self.q)[...]) * rope.softmax_scale(c)
     nope, rotary = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
     return nope, rope.rotate(rotary, cos[:, :, None, :], sin[:, :, None, :])
@@ -54,7 +54,7 @@ class Attention(nnx.Module):
     """Returns what the cache keeps: the normalised latent and, after it, the rotated shared key."""
     c = self.config
     latent, rotary = jnp.split(layers.linear(x, self.kv_a[...]), [c.kv_lora_rank], axis=-1)
-    latent = layers.rms_norm(latent, self.kv_norm[...], c.rms_norm_eps)
+    latent = layers.rms_norm(latent, self.kv_norm[...], c.latent_norm_eps)
     return jnp.concatenate([latent, rope.rotate(rotary, cos, sin)], axis=-1)
 
   def expanded(self, x: Float[Array, 'B S D'], cos: Float[Array, 'B S R2'],

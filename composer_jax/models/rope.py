@@ -37,6 +37,8 @@ def frequencies(config: config_lib.ModelConfig) -> tuple[np.ndarray, float]:
   high = min(math.ceil(index_of(scaling.beta_slow)), width - 1)
   ramp = np.clip((np.arange(width // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
   scaled = plain / scaling.factor * ramp + plain * (1.0 - ramp)
+  if not scaling.mscale or not scaling.mscale_all_dim:
+    return scaled, _mscale(scaling.factor, 1.0)  # transformers' `_compute_yarn_parameters`
   return scaled, _mscale(scaling.factor, scaling.mscale) / _mscale(
       scaling.factor, scaling.mscale_all_dim)
 

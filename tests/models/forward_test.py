@@ -71,10 +71,10 @@ def _rotated(vector, position, c):
 
 def _attention(p, x, positions, segments, c):
   n, nope = len(x), c.qk_nope_head_dim
-  q = _norm(x @ p['q_a'], p['q_norm'], c.rms_norm_eps) @ p['q_b'].reshape(c.q_lora_rank, -1)
+  q = _norm(x @ p['q_a'], p['q_norm'], c.latent_norm_eps) @ p['q_b'].reshape(c.q_lora_rank, -1)
   q = q.reshape(n, c.num_attention_heads, -1)
   compressed = x @ p['kv_a']
-  latent = _norm(compressed[:, :c.kv_lora_rank], p['kv_norm'], c.rms_norm_eps)
+  latent = _norm(compressed[:, :c.kv_lora_rank], p['kv_norm'], c.latent_norm_eps)
   shared = np.stack([_rotated(compressed[t, c.kv_lora_rank:], positions[t], c) for t in range(n)])
   scale = (nope + c.qk_rope_head_dim) ** -0.5 * (0.1 * np.log(c.rope_scaling.factor) + 1) ** 2
   out = np.zeros((n, c.hidden_size))
