@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from composer_jax import allocator
 from composer_jax.cli.arguments import Arguments, help_text
 from composer_jax.config import nearest
 from composer_jax.errors import ComposerError, InfrastructureError, UserError
@@ -21,6 +22,7 @@ VERBS = {
     'eval': 'evaluate a checkpoint of a run on held-out tasks',
     'sweep': 'run the trials of a sweep file and compare them on one page',
     'report': 'turn a workdir into one self-contained HTML page',
+    'bench': 'time a training step or a kernel beside a peer',
     'doctor': 'show versions, devices, sandbox support, free disk; check log-probs',
 }
 LATER = {
@@ -29,7 +31,6 @@ LATER = {
     'tasks': 'build, validate or list tasks',
     'serve': 'OpenAI-compatible endpoint over the rollout engine',
     'agent': 'run the trained agent on a folder',
-    'bench': 'measure kernels, steps, rollout and sandbox',
 }
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # a path that the user named, or put there, cannot be used
@@ -80,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def console() -> None:
   """Entry point of the console script."""
+  allocator.keep_freed_memory()
   sys.exit(main())
 
 

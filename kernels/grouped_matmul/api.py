@@ -28,8 +28,8 @@ def grouped_matmul(x: Float[Array, 'M K'], w: Float[Array, 'E K N'], group_sizes
     x: rows sorted by group.
     w: one matrix per group.
     group_sizes: rows of each group, zero allowed; their sum is at most M.
-    impl: "auto", "xla" (exact blocked loop, for CPU), "ragged_dot" (jax.lax.ragged_dot) or
-      "reference". A named one never falls back.
+    impl: "auto", "xla" (batched GEMM and blocked loop, for CPU), "ragged_dot"
+      (jax.lax.ragged_dot) or "reference". A named one never falls back.
 
   Returns:
     The products, zeros in rows past the sum of the sizes.

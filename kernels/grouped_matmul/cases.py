@@ -46,5 +46,10 @@ CASES = (
     Case('no rows at all', (0, 0), padding=9),
     Case('poison in padding', (33, 0, 7), padding=90, poison=True),
     Case('one expert', (40,), padding=3, k=7, n=5),
+    Case('many rows, balanced', (130, 128, 120, 134)),
+    Case('many rows, some groups overflow', (260, 0, 65, 1, 130, 70, 66, 64), padding=7),
+    Case('many rows in one group', (0, 0, 700, 0), k=5, n=6),
+    Case('many rows, poison in padding', (90, 0, 230, 3), padding=250, poison=True),
+    Case('many rows of padding', (0, 0, 0), padding=600, k=3, n=4, poison=True),
     Case('many experts', tuple(i % 3 for i in range(384)), padding=5, k=4, n=3),
 )

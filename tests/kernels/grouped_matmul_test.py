@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from composer_jax.kernels.grouped_matmul import api
+from composer_jax.kernels.grouped_matmul import api, xla
 from composer_jax.kernels.grouped_matmul.cases import CASES
 
 BACKENDS = [backend.name for backend in api.BACKENDS]
@@ -36,6 +36,37 @@ def test_value_and_gradients(case, impl):
 
   for got, want in zip(run(x, w, sizes, dy), _oracle(x, w, sizes, dy), strict=True):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize('capacity', [0, 8, 136, 264])
+def test_rows_may_go_either_way(monkeypatch, capacity):
+  """All rows in the loop, most, some, none: equal, under remat in a scan over layers too."""
+  case = next(c for c in CASES if c.name == 'many rows, some groups overflow')
+  x, w, sizes, dy = case.arrays()
+  monkeypatch.setattr(xla, 'capacity', lambda rows, groups: capacity)
+
+  @jax.jit
+  def run(x, w, dy):
+    def layer(x, w):
+      return x, api.grouped_matmul(x, w, sizes, impl='xla')
+
+    def stack(x, w):
+      return jax.lax.scan(jax.checkpoint(layer), x, jnp.stack([w, -2 * w]))[1]
+
+    y, pull = jax.vjp(stack, x, w)
+    return y, *pull(jnp.stack([dy, dy]))
+
+  y, dx, dw = _oracle(x, w, sizes, dy)
+  got_y, got_dx, got_dw = run(x, w, dy)
+  np.testing.assert_allclose(got_y, [y, -2 * y], rtol=1e-5, atol=4e-5)
+  np.testing.assert_allclose(got_dx, -dx, rtol=1e-5, atol=4e-5)
+  np.testing.assert_allclose(got_dw, -dw, rtol=1e-5, atol=8e-5)
+
+
+def test_capacity():
+  assert xla.capacity(2048, 16) == 144 and xla.capacity(2048, 64) == 40
+  assert xla.capacity(4096, 128) == 40
+  assert xla.capacity(511, 4) == 0 and xla.capacity(1024, 384) == 0  # few rows, small groups
 
 
 def test_auto_takes_the_cpu_backend_and_a_name_never_falls_back(monkeypatch):

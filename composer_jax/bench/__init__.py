@@ -1,0 +1,1 @@
+"""Measurements beside other software: paired timing, workers in other interpreters, tables."""

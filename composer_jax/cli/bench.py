@@ -1,0 +1,52 @@
+"""`composer-jax bench`: figures beside those of other software."""
+
+from absl import flags
+
+from composer_jax.cli import arguments
+from composer_jax.errors import UserError
+
+HELP = """
+usage: composer-jax bench train_step|kernels [--peer_python=PYTHON] [--steps=20] [--json=FILE]
+
+train_step: one training step of an 8M-parameter model (float32, AdamW, full logits) beside
+transformers' DeepseekV3ForCausalLM with the same weights and batch. kernels: the grouped matmul at
+three shapes beside torch._grouped_mm, jax.lax.ragged_dot and one dense product of the same size.
+Both sides are timed in turn in one run, and the ratio is that of neighbouring times.
+
+--peer_python names another interpreter that has torch (and transformers, for train_step), e.g. one
+made by `python -m venv peer && peer/bin/pip install torch transformers`; without it only this
+side is measured.
+"""
+
+
+def define_flags(flag_values: flags.FlagValues) -> None:
+  """Defines the verb's flags."""
+  arguments.define_json(flag_values)
+  flags.DEFINE_string('peer_python', None, 'Interpreter with torch and transformers.',
+                      flag_values=flag_values)
+  flags.DEFINE_integer('steps', 20, 'Interleaved rounds that count, after two that do not.',
+                       flag_values=flag_values)
+  flags.DEFINE_enum('op', 'grouped_matmul', ['grouped_matmul'], 'Op that `kernels` measures.',
+                    flag_values=flag_values)
+
+
+def main(args: arguments.Arguments) -> None:
+  """Runs the verb."""
+  args.no_config()
+  target = args.action({'train_step': _train_step, 'kernels': _kernels})
+  if args.flags.steps < 1:
+    raise UserError(f'--steps={args.flags.steps}: has to be at least 1')
+  target(args)
+
+
+def _train_step(args: arguments.Arguments) -> None:
+  from composer_jax.bench import train_step
+  facts = train_step.run(args.flags.peer_python, args.flags.steps)
+  print('\n'.join(train_step.lines(facts)))
+  args.write_json(facts)
+
+
+def _kernels(args: arguments.Arguments) -> None:
+  from composer_jax.bench import kernels
+  facts = kernels.run(args.flags.peer_python, args.flags.steps, show=print)
+  args.write_json(facts)
