@@ -12,8 +12,9 @@ its `<|im_end|>`; what it owns is parsed by `kimi_parse`. Each piece between two
 its own, as the published templates do it in effect, and pieces are only ever appended: sampled ids
 are never encoded again. Reasoning of earlier turns therefore stays, which is what the K2.6 template
 calls `preserve_thinking`; the K2.5 template drops it once a turn without calls has followed, so the
-two agree up to the first such turn, and wherever turns have no reasoning. No system message is put in
-where there is none, as K2's template does (`chat_template.check_chat_template` compares the two).
+two agree up to the first such turn, and wherever turns have no reasoning. No system message is put
+in where there is none, as K2's template does (`chat_template.check_chat_template` compares the
+two).
 
 Sources: chat_template.jinja of moonshotai/Kimi-K2-Instruct, Kimi-K2-Thinking and Kimi-K2.5.
 """

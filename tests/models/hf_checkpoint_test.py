@@ -10,10 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_golden import grid
-from hf_golden import mapping as names
 
 from composer_jax import models
-from composer_jax.checkpoint import safetensors_dir
+from composer_jax.checkpoint import names, safetensors_dir
 
 FOLDER = grid.DATA.parent / 'checkpoint'
 

@@ -14,9 +14,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_golden import grid, weights
-from hf_golden import mapping as names
 
 from composer_jax import models
+from composer_jax.checkpoint import names
 from composer_jax.models import rope
 
 CASES = {case.name: case for case in grid.CASES}

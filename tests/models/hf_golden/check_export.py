@@ -3,7 +3,7 @@
 In two steps, because transformers has an environment of its own (see `generate.py`):
 
   .venv/bin/python tests/models/hf_golden/check_export.py write FOLDER
-  /tmp/peer/bin/python tests/models/hf_golden/check_export.py compare FOLDER
+  SCRATCH/bin/python tests/models/hf_golden/check_export.py compare FOLDER
 
 `write` reads the folder with our importer and writes `FOLDER/our_logits.npz`; `compare` loads it
 with `AutoModelForCausalLM` in float32, prints the largest difference and exits with 1 if it is
@@ -17,8 +17,6 @@ import sys
 
 import numpy as np
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
 RESULT = 'our_logits.npz'
 TOLERANCE = 1e-4
 ROWS, LENGTH = 2, 64
@@ -26,18 +24,12 @@ ROWS, LENGTH = 2, 64
 
 def write(folder: pathlib.Path) -> None:
   """Writes tokens and the logits that our model gives them, in float32."""
-  from hf_golden import mapping as names
+  from composer_jax import api
 
-  from composer_jax import models
-  from composer_jax.checkpoint import safetensors_dir
-
-  config = models.ModelConfig.from_hf(json.loads((folder / 'config.json').read_text()))
-  tensors = safetensors_dir.TensorFolder(folder)
-  params = names.from_hf(config, {name: tensors.read(name).astype(np.float32)
-                                  for name in tensors.infos})
+  model = api.load(folder)
   rng = np.random.default_rng(0)
-  tokens = rng.integers(0, config.vocab_size, (ROWS, LENGTH)).astype(np.int32)
-  logits = models.forward(config, params, tokens).logits
+  tokens = rng.integers(0, model.config.vocab_size, (ROWS, LENGTH)).astype(np.int32)
+  logits = model.forward(model.params, tokens).logits
   np.savez_compressed(folder / RESULT, tokens=tokens, logits=np.asarray(logits))
 
 

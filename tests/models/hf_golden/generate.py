@@ -2,9 +2,9 @@
 
 Needs an environment of its own (about 1 GB), on any machine, no accelerator:
 
-  python3.11 -m venv /tmp/peer
-  /tmp/peer/bin/pip install torch==2.13.0 transformers==5.24.0 numpy
-  /tmp/peer/bin/python tests/models/hf_golden/generate.py
+  python3.11 -m venv SCRATCH
+  SCRATCH/bin/pip install torch==2.13.0 transformers==5.24.0 numpy
+  SCRATCH/bin/python tests/models/hf_golden/generate.py
 
 Writes `data/<case>.npz` for every case of `grid.CASES` (names as arguments: only those) and
 `data/ropes.npz`; with `--checkpoint`, the saved model in `checkpoint/` instead. Running it again
