@@ -14,6 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from composer_jax import models
+from composer_jax.checkpoint import hf_import
+from composer_jax.checkpoint.hf_source import HfSource
+from composer_jax.data import tokenizer as tokenizer_lib
 from composer_jax.data.tokenizer import Tokenizer
 from composer_jax.errors import UserError
 from composer_jax.models.config import ModelConfig
@@ -30,7 +33,7 @@ class Model:
   Attributes:
     config: its shape.
     params: nested dict of arrays.
-    tokenizer: text to ids and back.
+    tokenizer: text to ids and back; None for a checkpoint without tokenizer files.
     forward: pure function `forward(params, tokens, positions=None, segment_ids=None)`; `tokens`
       is `[B, S]` int32 (a plain list of ids is one row), the result's `.logits` is `[B, S, V]`
       float32.
@@ -38,23 +41,29 @@ class Model:
 
   config: ModelConfig
   params: dict[str, Any]
-  tokenizer: Tokenizer
+  tokenizer: Tokenizer | None
   forward: Callable[..., models.ForwardOut]
 
 
 def load(folder: str | pathlib.Path, dtype: str = 'float32', stage: str | None = None) -> Model:
-  """Loads a model from a run folder.
+  """Loads a model from a run folder, a Hugging Face checkpoint, or an import of one.
 
   Args:
-    folder: a run folder, of which at least one training stage is finished.
+    folder: a run folder, of which at least one training stage is finished; a folder with
+      `config.json` and `*.safetensors`; or what `composer-jax convert import` wrote.
     dtype: of the parameters, `float32`, `bfloat16` or `float16`; the router's selection bias stays
       float32.
-    stage: `cpt`, `long_context`, `sft` or `rl`; default the last finished one.
+    stage: of a run: `cpt`, `long_context`, `sft` or `rl`; default the last finished one.
 
   Raises:
-    UserError: no run, no such stage, or an unknown dtype.
+    UserError: no run, no such stage, an unknown dtype, or a checkpoint that is damaged or of
+      another family.
   """
   folder = pathlib.Path(folder)
+  if dtype not in _DTYPES:
+    raise UserError(f'dtype {dtype!r}: can be {", ".join(_DTYPES)}')
+  if hf_import.is_imported(folder) or hf_import.is_hugging_face(folder):
+    return _load_checkpoint(folder, dtype, stage)
   context = stages.open_run(folder)
   found = [s for s in reversed(TRAINING_STAGES) if (context.folder(s) / 'params').exists()]
   if stage is not None and stage not in found:
@@ -63,12 +72,23 @@ def load(folder: str | pathlib.Path, dtype: str = 'float32', stage: str | None =
   if not found:
     raise UserError(f'{folder}: no stage has finished')
   config = context.model(stage or found[0])
-  if dtype not in _DTYPES:
-    raise UserError(f'dtype {dtype!r}: can be {", ".join(_DTYPES)}')
   trainable, frozen = models.partition(context.params(stage or found[0]))
   trainable = jax.tree.map(lambda x: jnp.asarray(x, dtype), trainable)
   return Model(config, models.combine(trainable, frozen), context.corpus.tokenizer,
                _forward(config))
+
+
+def _load_checkpoint(folder: pathlib.Path, dtype: str, stage: str | None) -> Model:
+  if stage is not None:
+    raise UserError(f'{folder}: is a checkpoint and has no stages')
+  imported = hf_import.is_imported(folder)
+  source = hf_import.Imported(folder) if imported else HfSource(folder)
+  tokenizer = None
+  if any((folder / name).is_file() for name in tokenizer_lib.FILES):
+    tokenizer = tokenizer_lib.load(folder)
+    tokenizer_lib.check_vocabulary(tokenizer, source.config.vocab_size)
+  return Model(source.config, hf_import.load(source, dtype=dtype), tokenizer,
+               _forward(source.config))
 
 
 def _forward(config: ModelConfig) -> Callable[..., models.ForwardOut]:

@@ -211,6 +211,13 @@ def check_leaves(config: ModelConfig, flat: Mapping[str, Any], where: str = 'par
                       f'{list(leaf.shape)}')
 
 
+@functools.cache
+def by_key(config: ModelConfig) -> dict[str, Entry]:
+  """Returns the entries by the tensor's name."""
+  return {entry.key: entry for entry in table(config)}
+
+
+@functools.cache
 def by_leaf(config: ModelConfig) -> dict[str, list[Entry]]:
   """Returns the entries of each leaf, without copies."""
   groups: dict[str, list[Entry]] = {}

@@ -21,13 +21,13 @@ VERBS = {
     'data': 'build or inspect a corpus',
     'eval': 'evaluate a checkpoint of a run on held-out tasks',
     'sweep': 'run the trials of a sweep file and compare them on one page',
+    'convert': 'import, export or verify Hugging Face checkpoints',
     'report': 'turn a workdir into one self-contained HTML page',
     'bench': 'time a training step or a kernel beside a peer',
     'doctor': 'show versions, devices, sandbox support, free disk; check log-probs',
 }
 LATER = {
     'plan': 'compile a step ahead of time for a named topology',
-    'convert': 'import, export or verify Hugging Face checkpoints',
     'tasks': 'build, validate or list tasks',
     'serve': 'OpenAI-compatible endpoint over the rollout engine',
     'agent': 'run the trained agent on a folder',

@@ -13,8 +13,9 @@ from composer_jax.data.tokenizer_roles import SPECIAL_TOKENS
 from composer_jax.errors import UserError
 from composer_jax.files import read_json
 
-__all__ = ['SPECIAL_TOKENS', 'Tokenizer', 'check_vocabulary', 'load', 'train']
+__all__ = ['FILES', 'SPECIAL_TOKENS', 'Tokenizer', 'check_vocabulary', 'load', 'train']
 
+FILES = (tokenizer_tiktoken.FILE, tokenizer_bpe.FILE)  # a folder with one of them has a tokenizer
 _CONFIG = 'tokenizer_config.json'
 # What belongs to a published tokenizer beside its vocabulary. The programs among them are carried
 # along for other software and never run.
@@ -73,7 +74,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> str:
 
 def _file_in(folder: pathlib.Path) -> pathlib.Path:
   """Returns the tokenizer file of a folder."""
-  for name in (tokenizer_tiktoken.FILE, tokenizer_bpe.FILE):
+  for name in FILES:
     if (folder / name).is_file():
       return folder / name
   for name in ('tokenizer.model', 'spiece.model', 'vocab.txt', 'vocab.json'):
