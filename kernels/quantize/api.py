@@ -35,7 +35,9 @@ def fake_quantize(x: Float[Array, '*shape'], format: Format, axis: int = -1, *, 
     `axis` at one place of the other axes. IEEE divisions.
 
   A length that is no multiple of the block leaves a shorter last block. Zeros stay zeros. A block
-  ("nvfp4": row) with NaN or infinity becomes NaN. Subnormal results may come out as zeros.
+  ("nvfp4": row) with NaN or infinity becomes NaN, and one of finite numbers stays finite: what
+  would round beyond float32 becomes the largest value within. Subnormal results may come out as
+  zeros.
 
   Args:
     x: any shape, any floating type.

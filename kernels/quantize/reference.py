@@ -1,8 +1,8 @@
 """Definition of the formats in jnp, exact on any device.
 
 Values are rounded by arithmetic on powers of two instead of conversions to narrow types: compilers
-may drop a conversion there and back. For the same kind of reason no divisor is a constant: XLA
-turns a division by one into a multiplication with its rounded reciprocal.
+may drop a conversion there and back. Nor is a division left to itself: XLA turns one by a constant
+or by a broadcast value into a multiplication with a rounded reciprocal (`_divide`).
 """
 
 import jax
@@ -40,7 +40,8 @@ def mxfp8(x: Float[Array, '*shape'], axis: int) -> Float[Array, '*shape']:
   # that. No division, and no scale below 2^-127 (which itself is no normal float32).
   exponent, fraction = _split(largest)
   power = jnp.maximum(exponent - 8 + (fraction > 0x600000), -127)
-  values = _e4m3(blocks * _power_of_two(-power))
+  most = jnp.where(power < 120, 448.0, 240.0)  # 256 * 2^120 would be infinite
+  values = jnp.clip(_e4m3(blocks * _power_of_two(-power)), -most, most)
   half = power // 2
   values = values * _power_of_two(half) * _power_of_two(power - half)
   return _whole(jnp.where(jnp.isfinite(largest), values, jnp.nan), x, axis)
@@ -52,10 +53,10 @@ def nvfp4(x: Float[Array, '*shape'], axis: int) -> Float[Array, '*shape']:
   largest = jnp.abs(blocks).max(axis=-1, keepdims=True)
   row = largest.max(axis=-2, keepdims=True)
   some = row >= _NVFP4_LEAST
-  token = jnp.where(some, row, 1.0) / _not_constant(6.0 * 448.0, row)
-  block = _e4m3(largest / (6.0 * token))
+  token = _divide(jnp.where(some, row, 1.0), 6.0 * 448.0)
+  block = _e4m3(_divide(largest, 6.0 * token))
   scale = block * token
-  values = _round(blocks / jnp.where(scale > 0, scale, 1.0), 1, 0, 6.0)
+  values = _round(_divide(blocks, jnp.where(scale > 0, scale, 1.0)), 1, 0, 6.0)
   values = jnp.where(some & (scale > 0), values * block * token, 0.0)
   return _whole(jnp.where(jnp.isfinite(row), values, jnp.nan), x, axis)
 
@@ -65,7 +66,7 @@ def _blocks(x: Array, axis: int, size: int) -> Float[Array, '... blocks size']:
   x = jnp.moveaxis(x.astype(jnp.float32), axis, -1)
   short = -x.shape[-1] % size
   x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, short),))
-  return x.reshape(*x.shape[:-1], -1, size)
+  return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
 def _whole(blocks: Float[Array, '... blocks size'], like: Array, axis: int) -> Array:
@@ -98,6 +99,6 @@ def _power_of_two(exponent: Int[Array, '...']) -> Float[Array, '...']:
   return jax.lax.bitcast_convert_type((jnp.clip(exponent, -126, 127) + 127) << 23, jnp.float32)
 
 
-def _not_constant(value: float, x: Array) -> Array:
-  """Returns a constant that no compiler sees as one (NaN where `x` is)."""
-  return jnp.where(jnp.isnan(x), jnp.nan, value)
+def _divide(x: Array, y: Array | float) -> Array:
+  """Returns the IEEE quotient: the divisor depends on `x` in name, so no compiler shares it."""
+  return x / jnp.where(jnp.isnan(x), jnp.nan, y)
