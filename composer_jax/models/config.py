@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from composer_jax.config import as_dict, build, check_least
 from composer_jax.models import hf_fields
+from composer_jax.models.precision import Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +74,9 @@ class ModelConfig:
       for a grouped GEMM, "auto" follows `moe.choose_impl`. All compute the same function.
     remat: "full" recomputes each layer in the backward pass, "none" keeps its activations.
     scan_unroll: layers per iteration of the layer scan; as many as layers means no loop.
+    attention: form of the attention, all computing the same function: "expanded" makes keys and
+      values for every head, "absorbed" works on the latents, "auto" follows `mla.choose_form`.
+    precision: in which format each matrix product runs; parameters are float32 whatever it says.
   """
 
   vocab_size: int = 512
@@ -105,6 +109,8 @@ class ModelConfig:
   moe_impl: Literal['auto', 'dense', 'grouped'] = 'auto'
   remat: Literal['none', 'full'] = 'none'
   scan_unroll: int = 1
+  attention: Literal['auto', 'expanded', 'absorbed'] = 'auto'
+  precision: Policy = Policy()
 
   def __post_init__(self):
     check_least(self, 1, 'vocab_size', 'hidden_size', 'num_hidden_layers', 'num_attention_heads',
@@ -126,6 +132,9 @@ class ModelConfig:
     if not 1 <= self.num_experts_per_tok <= self.experts_in_reach:
       raise ValueError(f'num_experts_per_tok must be between 1 and {self.experts_in_reach}, the '
                        'experts that group-limited routing leaves')
+    if self.moe_impl == 'dense' and not self.precision.routed_experts.plain:
+      raise ValueError('moe_impl "dense" puts all experts of a token into one contraction, where '
+                       'rounded formats would share scales: take "grouped" or "auto"')
 
   @classmethod
   def from_hf(cls, raw: Mapping[str, Any], where: str = 'config.json', **ours: Any

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from composer_jax.models import config as config_lib
+from composer_jax.models import precision
 from composer_jax.sharding import rules
 
 
@@ -81,25 +82,29 @@ def _swiglu_backward(residual, gradient):
 _swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
-def linear(x: Float[Array, '... D'], weight: Float[Array, 'D *out']) -> Float[Array, '...']:
-  """Returns `x @ weight` for a weight with any number of output axes.
+def linear(x: Float[Array, '... D'], weight: Float[Array, 'D *out'],
+           formats: precision.Formats = precision.FLOAT32) -> Float[Array, '...']:
+  """Returns `x @ weight` for a weight with any number of output axes, in the given formats.
 
   Both sides become matrices first: with leading batch axes XLA:CPU transposes them for the
   gradient, which then costs twice as much.
   """
-  flat = x.reshape(-1, x.shape[-1]) @ weight.reshape(weight.shape[0], -1)
+  flat = precision.matmul(formats, x.reshape(-1, x.shape[-1]),
+                          weight.reshape(weight.shape[0], -1))
   return flat.reshape(*x.shape[:-1], *weight.shape[1:])
 
 
 class Mlp(nnx.Module):
   """SwiGLU feed-forward: `down(silu(gate(x)) * up(x))`."""
 
-  def __init__(self, config: config_lib.ModelConfig, width: int):
+  def __init__(self, config: config_lib.ModelConfig, width: int, formats: precision.Formats):
+    self.formats = formats
     self.gate_up = matrix(config, (config.hidden_size, 2 * width), ('embed', 'ffn'))
     self.down = matrix(config, (width, config.hidden_size), ('ffn', 'embed'))
 
   def __call__(self, x: Float[Array, '... D']) -> Float[Array, '... D']:
-    return linear(swiglu(linear(x, self.gate_up[...])), self.down[...])
+    hidden = swiglu(linear(x, self.gate_up[...], self.formats))
+    return linear(hidden, self.down[...], self.formats)
 
 
 def initial(cls: type[nnx.Module], config: config_lib.ModelConfig, key: jax.Array,

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from composer_jax.kernels.grouped_matmul import api as grouped_matmul_api
 from composer_jax.models import config as config_lib
-from composer_jax.models import layers
+from composer_jax.models import layers, precision
 from composer_jax.models import router as router_lib
 
 
@@ -19,7 +18,12 @@ def choose_impl(config: config_lib.ModelConfig, tokens: int) -> str:
   and backward pass costs 18 ms dense and 9 ms grouped of one core with 8 experts of which 2 are
   chosen, 37 and 17 ms with 16 and 4, 117 and 24 ms with 32 and 4. Dense compiles in a third of the
   time, which counts for the many small shapes of generation.
+
+  Rounded formats need "grouped": "dense" contracts all of a token's experts at once, which would
+  make them share scales.
   """
+  if not config.precision.routed_experts.plain:
+    return 'grouped'
   if config.moe_impl != 'auto':
     return config.moe_impl
   experts = config.n_routed_experts
@@ -37,22 +41,29 @@ class Moe(nnx.Module):
     self.experts_gate_up = layers.matrix(config, (e, d, 2 * f), ('expert', 'embed', 'ffn'))
     self.experts_down = layers.matrix(config, (e, f, d), ('expert', 'ffn', 'embed'))
     if config.n_shared_experts:
-      self.shared = layers.Mlp(config, config.n_shared_experts * f)
+      self.shared = layers.Mlp(config, config.n_shared_experts * f,
+                               config.precision.shared_expert)
 
   def __call__(self, x: Float[Array, 'T D'], valid: Bool[Array, 'T'], **replay
                ) -> tuple[Float[Array, 'T D'], router_lib.Choice]:
     """Returns the layer's output and the routing; padding tokens get the shared expert only."""
     choice = self.router(x, valid, **replay)
+    fused = bool(self.config.n_shared_experts)
     if choose_impl(self.config, x.shape[0]) == 'dense':
-      return self._dense(x, choice), choice
-    y = self._grouped(x, choice, valid)
-    return (y + self.shared(x) if self.config.n_shared_experts else y), choice
+      fused &= self.config.precision.shared_expert.plain
+      y = self._dense(x, choice, fused)
+    else:
+      y, fused = self._grouped(x, choice, valid), False
+    if self.config.n_shared_experts and not fused:
+      y = y + self.shared(x)
+    return y, choice
 
-  def _dense(self, x, choice):
+  def _dense(self, x, choice, with_shared):
     """Every expert, shared ones too, on every token: a GEMM, the gate weights, a GEMM back."""
     gate_up, down, weights = self.experts_gate_up[...], self.experts_down[...], choice.weights
     e, d, f = gate_up.shape[0], x.shape[-1], down.shape[1]
-    if n := self.config.n_shared_experts:
+    if with_shared:
+      n = self.config.n_shared_experts
       shared = jnp.moveaxis(self.shared.gate_up[...].reshape(d, 2, n, f), 2, 0)
       gate_up = jnp.concatenate([gate_up, shared.reshape(n, d, 2 * f)])
       down = jnp.concatenate([down, self.shared.down[...].reshape(n, f, d)])
@@ -68,9 +79,10 @@ class Moe(nnx.Module):
     expert = jnp.where(valid[:, None], choice.indices, e).reshape(-1)
     order = jnp.argsort(expert, stable=True)
     rows = jnp.take(x, order // k, axis=0)
-    hidden = layers.swiglu(grouped_matmul_api.grouped_matmul(
-        rows, self.experts_gate_up[...], choice.counts))
-    out = grouped_matmul_api.grouped_matmul(hidden, self.experts_down[...], choice.counts)
+    formats = self.config.precision.routed_experts
+    hidden = layers.swiglu(precision.grouped(
+        formats, rows, self.experts_gate_up[...], choice.counts))
+    out = precision.grouped(formats, hidden, self.experts_down[...], choice.counts)
     back = jnp.argsort(order)
     out = jnp.take(out, back, axis=0).reshape(-1, k, x.shape[-1])
     weights = jnp.take_along_axis(choice.weights, choice.indices, axis=-1).astype(x.dtype)

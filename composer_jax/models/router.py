@@ -39,6 +39,41 @@ class Routing:
   slack: Float[Array, ''] | float = float('inf')
 
 
+LOSSES = ('balance', 'z')
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+  """What the routers' losses are averaged over: the documents of a batch.
+
+  DeepSeek-V3 says "sequence-wise"; with several documents packed into a row, each of them is a
+  sequence of its own (our choice), and so is each piece of a document that packing has cut.
+
+  Attributes:
+    number: row and document of each token, as one index below `count`.
+    weights: weight of the token's document; those of all documents together are expected to sum to
+      1, so that a loss does not depend on how a batch is divided.
+    count: static upper bound of the documents.
+  """
+
+  number: Int[Array, 'T']
+  weights: Float[Array, 'T']
+  count: int = dataclasses.field(metadata={'static': True})
+
+  @classmethod
+  def of(cls, segment_ids: Int[Array, 'B S'], weights: Float[Array, 'B S']) -> 'Sequences':
+    """Returns the documents of B packed rows, numbered 1 to at most S in each."""
+    rows, places = segment_ids.shape[0], segment_ids.shape[1] + 1
+    number = jnp.arange(rows, dtype=jnp.int32)[:, None] * places + segment_ids
+    return cls(number.reshape(-1), weights.reshape(-1), rows * places)
+
+  def sums(self, values: Float[Array, 'T *rest']) -> Float[Array, 'T *rest']:
+    """Returns for each token the sum over its document."""
+    total = jax.ops.segment_sum(values, self.number, num_segments=self.count)
+    return jnp.take(total, self.number, axis=0, mode='clip')
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RouterOut:
@@ -49,11 +84,15 @@ class RouterOut:
     counts: tokens each expert received, int32 `[L_moe, E]`, padding excluded; one row more, the
       last, when the MTP layer ran.
     replaced: recorded experts that the plausibility filter dropped, int32 `[L_moe]`.
+    balance: sequence-wise balance loss of each layer of `counts`, None unless asked for.
+    z: z-loss of each layer of `counts`, None unless asked for.
   """
 
   indices: Int[Array, 'L B S K']
   counts: Int[Array, 'L E']
   replaced: Int[Array, 'L']
+  balance: Float[Array, 'L'] | None = None
+  z: Float[Array, 'L'] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -66,12 +105,14 @@ class Choice:
     weights: gate weights, 0 for experts not chosen and for padding.
     counts: tokens per expert.
     replaced: recorded experts that were dropped.
+    losses: the values named in `LOSSES`, None unless asked for.
   """
 
   indices: Int[Array, 'T K']
   weights: Float[Array, 'T E']
   counts: Int[Array, 'E']
   replaced: Int[Array, '']
+  losses: dict[str, Float[Array, '']] | None = None
 
 
 class Router(nnx.Module):
@@ -86,7 +127,8 @@ class Router(nnx.Module):
 
   def __call__(self, x: Float[Array, 'T D'], valid: Bool[Array, 'T'],
                recorded: Int[Array, 'T K'] | None = None, mask: Bool[Array, 'T'] | None = None,
-               slack: Float[Array, ''] | float = float('inf')) -> Choice:
+               slack: Float[Array, ''] | float = float('inf'),
+               sequences: Sequences | None = None) -> Choice:
     """Routes T tokens.
 
     Args:
@@ -95,6 +137,7 @@ class Router(nnx.Module):
       recorded: expert ids to replay, with `mask` and `slack` as in `Routing`.
       mask: which tokens have a record.
       slack: plausibility slack.
+      sequences: also return the losses, over these documents.
 
     Returns:
       The choice; gradients flow through its weights into `weight`, never into the bias.
@@ -114,8 +157,30 @@ class Router(nnx.Module):
     weights = jnp.where(chosen, scores, 0.0)
     if c.norm_topk_prob:
       weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+    losses = None
+    if sequences is not None:
+      losses = _losses(c, logits, scores, chosen, valid, sequences)
     return Choice(indices, weights * c.routed_scaling_factor, chosen.sum(axis=0, dtype=jnp.int32),
-                  replaced)
+                  replaced, losses)
+
+
+def _losses(config: config_lib.ModelConfig, logits: Float[Array, 'T E'],
+            scores: Float[Array, 'T E'], chosen: Bool[Array, 'T E'], valid: Bool[Array, 'T'],
+            sequences: Sequences) -> dict[str, Float[Array, '']]:
+  """Returns the sequence-wise balance loss and the z-loss, weighted means over documents.
+
+  Balance (DeepSeek-V3, arXiv 2412.19437, eq. 17-20): `sum_i f_i P_i` of a document of T tokens,
+  f_i = E / (K T) * tokens that chose expert i, P_i = mean of s_i / sum_j s_j. Gradients pass
+  through P only. 1 is perfect balance. z (ST-MoE, arXiv 2202.08906, eq. 5): mean of
+  (log sum_i exp(logit_i))^2.
+  """
+  length = jnp.maximum(sequences.sums(valid.astype(jnp.float32)), 1)
+  share = jnp.where(valid, sequences.weights / length, 0.0)
+  loads = jax.lax.stop_gradient(sequences.sums(chosen.astype(jnp.float32)))
+  loads *= config.n_routed_experts / config.num_experts_per_tok / length[:, None]
+  balance = (loads * scores).sum(axis=-1) / scores.sum(axis=-1)
+  z = jax.nn.logsumexp(logits, axis=-1) ** 2
+  return {'balance': jnp.sum(share * balance), 'z': jnp.sum(share * z)}
 
 
 def _limit_groups(config: config_lib.ModelConfig, ranking: Float[Array, 'T E']

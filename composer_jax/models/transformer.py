@@ -12,8 +12,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from composer_jax.models import cache as cache_lib
 from composer_jax.models import config as config_lib
-from composer_jax.models import layers, mla, moe, rope
+from composer_jax.models import layers, precision
+from composer_jax.models import mtp as mtp_lib
 from composer_jax.models import router as router_lib
+from composer_jax.models.block import Block, DenseBlock, make_context
 
 Params = dict[str, Any]
 
@@ -42,82 +44,6 @@ class ForwardOut:
   mtp_hidden: Float[Array, 'B S D'] | None = None
   mtp_logits: Float[Array, 'B S V'] | None = None
   mtp_mask: Bool[Array, 'B S'] | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Context:
-  """What every layer of one forward pass shares; `held` is None without a cache."""
-
-  cos: jax.Array
-  sin: jax.Array
-  mask: jax.Array
-  valid: jax.Array
-  held: tuple[jax.Array, ...] | None = None
-
-
-class Block(nnx.Module):
-  """Pre-norm attention and feed-forward; `routed` says which kind of feed-forward."""
-
-  routed = True
-
-  def __init__(self, config: config_lib.ModelConfig):
-    self.config = config
-    self.attention_norm = layers.scale(config.hidden_size)
-    self.attention = mla.Attention(config)
-    self.ffn_norm = layers.scale(config.hidden_size)
-    if self.routed:
-      self.moe = moe.Moe(config)
-    else:
-      self.mlp = layers.Mlp(config, config.intermediate_size)
-
-  def __call__(self, x: Float[Array, 'B S D'], context: _Context, cached=None, replay=None):
-    """Returns the new residual stream, the new latents (None without a cache) and the Choice."""
-    eps = self.config.rms_norm_eps
-    normed, new = layers.rms_norm(x, self.attention_norm[...], eps), None
-    if context.held is None:
-      x = x + self.attention.expanded(normed, context.cos, context.sin, context.mask)
-    else:
-      out, new = self.attention.absorbed(normed, context.cos, context.sin, context.mask,
-                                         list(zip(cached, context.held, strict=True)))
-      x = x + out
-    normed = layers.rms_norm(x, self.ffn_norm[...], eps)
-    if not self.routed:
-      return x + self.mlp(normed), new, None
-    flat = normed.reshape(-1, normed.shape[-1])
-    out, choice = self.moe(flat, context.valid.reshape(-1), **(replay or {}))
-    return x + out.reshape(x.shape), new, choice
-
-
-class DenseBlock(Block):
-  """A block with a plain feed-forward."""
-
-  routed = False
-
-
-class Mtp(nnx.Module):
-  """Multi-token prediction (DeepSeek-V3, section 2.2; Composer 2 report, section 3.1).
-
-  `h'_t = W [norm(h_t); norm(embed(x_{t+1}))]`, one MoE block, a norm of its own, the shared head.
-  Like the public DeepSeek-V3 code, h_t is the stream after the final norm.
-  """
-
-  def __init__(self, config: config_lib.ModelConfig):
-    d = config.hidden_size
-    self.config = config
-    self.hidden_norm = layers.scale(d)
-    self.embed_norm = layers.scale(d)
-    self.project = layers.matrix(config, (2 * d, d), ('embed', None))
-    self.block = Block(config)
-    self.norm = layers.scale(d)
-
-  def __call__(self, hidden: Float[Array, 'B S D'], following: Float[Array, 'B S D'],
-               context: _Context) -> tuple[Float[Array, 'B S D'], router_lib.Choice]:
-    eps = self.config.rms_norm_eps
-    joined = jnp.concatenate([layers.rms_norm(hidden, self.hidden_norm[...], eps),
-                              layers.rms_norm(following, self.embed_norm[...], eps)], axis=-1)
-    x, _, choice = self.block(layers.linear(joined, self.project[...]), context)
-    return layers.rms_norm(x, self.norm[...], eps), choice
 
 
 class _Ends(nnx.Module):
@@ -156,7 +82,7 @@ def init(config: config_lib.ModelConfig, key: jax.Array) -> Params:
   for (name, (cls, count)), stack_key in zip(_stacks(config).items(), stack_keys, strict=True):
     params[name] = layers.initial(cls, config, stack_key, count)
   if config.num_nextn_predict_layers:
-    params['mtp'] = layers.initial(Mtp, config, mtp_key)
+    params['mtp'] = layers.initial(mtp_lib.Mtp, config, mtp_key)
   return params
 
 
@@ -166,7 +92,7 @@ def logical_axes(config: config_lib.ModelConfig) -> Params:
   for name, (cls, _) in _stacks(config).items():
     tree[name] = layers.axes(cls, config, lead=('layer',))
   if config.num_nextn_predict_layers:
-    tree['mtp'] = layers.axes(Mtp, config)
+    tree['mtp'] = layers.axes(mtp_lib.Mtp, config)
   return tree
 
 
@@ -174,15 +100,16 @@ def head(config: config_lib.ModelConfig, params: Params, hidden: Float[Array, '.
          ) -> Float[Array, '... V']:
   """Returns logits in float32 of normalised hidden states."""
   weight = params['embed'].T if config.tie_word_embeddings else params['head']
-  return layers.linear(hidden, weight).astype(jnp.float32)
+  return layers.linear(hidden, weight, config.precision.head).astype(jnp.float32)
 
 
 def forward(config: config_lib.ModelConfig, params: Params, tokens: Int[Array, 'B S'], *,
             positions: Int[Array, 'B S'] | None = None,
             segment_ids: Int[Array, 'B S'] | None = None,
             cache: cache_lib.Cache | Sequence[cache_lib.Cache] | None = None,
-            routing: router_lib.Routing | None = None, output: str = 'logits', mtp: bool = False
-            ) -> ForwardOut:
+            routing: router_lib.Routing | None = None,
+            document_weights: Float[Array, 'B S'] | None = None, output: str = 'logits',
+            mtp: bool = False) -> ForwardOut:
   """Runs the model, for training and, with a cache, for generation.
 
   Args:
@@ -192,12 +119,14 @@ def forward(config: config_lib.ModelConfig, params: Params, tokens: Int[Array, '
     positions: rotary positions; default 0, 1, ... in each row, counted from the slot's length with
       a cache.
     segment_ids: packed documents 1, 2, ... of each row, 0 for padding; default all 1. Documents do
-      not see each other. With a cache a row is one document, and padding is neither written nor
-      counted in the slot's length.
+      not see each other. With a cache, padding is neither written nor counted in the slot's length;
+      earlier entries belong to the same document, unless the cache was made `packed`.
     cache: slots to append to; row n belongs to slot n. Prefill (S > 1) and decoding (S = 1) are the
       same code. Several caches are pieces of the same sequences, each going on where the one before
       ends; only the last is appended to.
     routing: expert choices to replay.
+    document_weights: also return the routers' losses, in which each document counts with the weight
+      that its tokens have here (the same for all of them; see `router.Sequences`).
     output: "logits", or "hidden" to leave the head to the caller.
     mtp: also run the MTP layer (not with a cache).
 
@@ -215,21 +144,23 @@ def forward(config: config_lib.ModelConfig, params: Params, tokens: Int[Array, '
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     if caches:
       positions = jnp.maximum(cache_lib.places(sum(c.length for c in caches), valid), 0)
-  context = _context(config, positions, segment_ids, caches)
-  x = jnp.take(params['embed'], tokens, axis=0, mode='clip')
+  context = make_context(config, positions, segment_ids, caches, document_weights)
+  x = precision.embed(config.precision.embeddings, params['embed'], tokens)
   x, new, choices = _run_stacks(config, params, x, context, caches, routing)
   hidden = layers.rms_norm(x, params['norm'], config.rms_norm_eps)
-  counts, mtp_hidden, mtp_mask = choices['counts'], None, None
+  mtp_hidden, mtp_mask = None, None
   if mtp:
-    mtp_hidden, mtp_mask, mtp_counts = _run_mtp(
+    mtp_hidden, mtp_mask, choice = mtp_lib.over_sequence(
         config, params, hidden, tokens, segment_ids, context)
-    counts = jnp.concatenate([counts, mtp_counts[None]])
-  router = router_lib.RouterOut(choices['indices'], counts, choices['replaced'])
+    for name in ('counts', *(choice.losses or ())):
+      last = choice.counts if name == 'counts' else choice.losses[name]
+      choices[name] = jnp.concatenate([choices[name], last[None]])
+  router = router_lib.RouterOut(**choices)
   with_head = output == 'logits'
   return ForwardOut(
       hidden=hidden, router=router,
       logits=head(config, params, hidden) if with_head else None,
-      cache=cache_lib.append(caches[-1], new, valid) if caches else None, latents=new,
+      cache=cache_lib.append(caches[-1], new, segment_ids) if caches else None, latents=new,
       mtp_hidden=mtp_hidden, mtp_mask=mtp_mask,
       mtp_logits=head(config, params, mtp_hidden) if with_head and mtp else None)
 
@@ -255,14 +186,6 @@ def _check(config, tokens, caches, routing, output, mtp) -> None:
                      f'{config.n_routed_experts} experts')
 
 
-def _context(config, positions, segment_ids, caches) -> _Context:
-  cos, sin = rope.tables(config, positions)
-  order = jnp.arange(segment_ids.shape[1])
-  mask = (order[:, None] >= order) & (segment_ids[:, :, None] == segment_ids[:, None, :])
-  held = tuple(jnp.arange(c.latent[0].shape[1]) < c.length[:, None] for c in caches)
-  return _Context(cos, sin, mask, segment_ids != 0, held or None)
-
-
 def _run_stacks(config, params, x, context, caches, routing):
   """Runs the dense, then the MoE layers; returns the stream, new latents and stacked choices."""
   rows, k = x.shape[0] * x.shape[1], config.num_experts_per_tok
@@ -270,6 +193,8 @@ def _run_stacks(config, params, x, context, caches, routing):
   choices = {'indices': jnp.zeros((0, *x.shape[:2], k), jnp.int32),
              'counts': jnp.zeros((0, config.n_routed_experts), jnp.int32),
              'replaced': jnp.zeros((0,), jnp.int32)}
+  if context.sequences is not None:
+    choices |= {name: jnp.zeros((0,), jnp.float32) for name in router_lib.LOSSES}
   for name, (cls, count) in _stacks(config).items():
     xs = {'params': params[name]}
     if routing is not None and cls is Block:
@@ -281,11 +206,11 @@ def _run_stacks(config, params, x, context, caches, routing):
         replay = {'recorded': layer['recorded'], 'mask': routing.mask.reshape(-1),
                   'slack': routing.slack}
       block = layers.bind(cls, config, layer['params'])
-      x, new, choice = block(x, context, layer.get('cached'), replay)
+      x, new, choice = block(x, context, layer.get('cached', ()), replay)
       kept = None if choice is None else {
           'indices': choice.indices.reshape(*x.shape[:2], k), 'counts': choice.counts,
-          'replaced': choice.replaced}
-      return x, (new, kept)
+          'replaced': choice.replaced} | (choice.losses or {})
+      return x, (new if caches else None, kept)
 
     if not caches:
       if config.remat == 'full':
@@ -301,15 +226,3 @@ def _run_stacks(config, params, x, context, caches, routing):
       kept = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
     choices = choices if kept is None else kept
   return x, tuple(news) if caches else None, choices
-
-
-def _run_mtp(config, params, hidden, tokens, segment_ids, context):
-  """Returns the MTP layer's normalised output, where it means something, and expert counts."""
-  pad = jnp.zeros_like(tokens[:, :1])
-  following = jnp.concatenate([tokens[:, 1:], pad], axis=1)
-  same = jnp.concatenate([segment_ids[:, 1:], pad], axis=1) == segment_ids
-  mask = same & context.valid
-  module = layers.bind(Mtp, config, params['mtp'])
-  out, choice = module(hidden, jnp.take(params['embed'], following, axis=0, mode='clip'),
-                       dataclasses.replace(context, valid=mask))
-  return out, mask, choice.counts

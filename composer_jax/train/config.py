@@ -3,6 +3,7 @@
 import dataclasses
 
 from composer_jax.config import INT32_MAX, check_least, check_range
+from composer_jax.models.balance import Trainable
 from composer_jax.models.config import ModelConfig, RopeScaling
 from composer_jax.train.losses import LossConfig
 from composer_jax.train.optimizer import OptimizerConfig
@@ -32,6 +33,8 @@ class StageConfig:
     checkpoint_every: steps between checkpoints; there is always one at the end.
     max_to_keep: checkpoints kept; 2 leaves a good one when the newest is damaged.
     seed: of the order of the data, and of the initial parameters when the stage is the first.
+    trainable: "all", or "mtp" to train the MTP layer alone on top of a fixed trunk (Composer 2
+      report, section 3.1); everything else then stays as it is, to the bit.
   """
 
   steps: int = 300
@@ -51,6 +54,7 @@ class StageConfig:
   checkpoint_every: int = 100
   max_to_keep: int = 2
   seed: int = 0
+  trainable: Trainable = 'all'
 
   def __post_init__(self):
     check_least(self, 1, 'batch_size', 'seq_len', 'accumulate', 'log_every', 'checkpoint_every',
@@ -60,6 +64,8 @@ class StageConfig:
     if self.batch_size % self.accumulate:
       raise ValueError(f'accumulate {self.accumulate} does not divide batch_size {self.batch_size}')
     check_range(self, 1, 10_000, 'rope_factor')
+    if self.trainable == 'mtp' and not self.loss.mtp_weight:
+      raise ValueError('trainable "mtp" needs loss.mtp_weight above 0')
     if self.loss.head_chunk and self.seq_len % self.loss.head_chunk:
       raise ValueError(f'loss.head_chunk {self.loss.head_chunk} does not divide seq_len')
 

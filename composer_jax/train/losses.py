@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from composer_jax.batch import Batch
+from composer_jax.config import check_least
 from composer_jax.models import transformer
 from composer_jax.models.config import ModelConfig
+from composer_jax.models.router import Sequences
 
 LossFn = Callable[[Any, Batch], tuple[Float[Array, ''], dict[str, Array]]]
 
@@ -29,6 +31,10 @@ class LossConfig:
   Attributes:
     mtp_weight: weight of the MTP self-distillation loss; 0 leaves the MTP layer out altogether.
     z_weight: weight of the squared log-partition (PaLM, arXiv 2204.02311, section 5); 0 is off.
+    router_balance_weight: weight of the sequence-wise balance loss of the routers (DeepSeek-V3,
+      arXiv 2412.19437, eq. 17, which uses 1e-4); 0 is off.
+    router_z_weight: weight of the routers' z-loss (ST-MoE, arXiv 2202.08906, which uses 1e-3); 0 is
+      off.
     head_chunk: sequence positions whose logits are held at once (each chunk's are computed again in
       the backward pass); 0 holds all. `[B, S, V]` in float32 is 172 GB for Kimi K2.5 at 262144.
   """
@@ -36,17 +42,21 @@ class LossConfig:
   mtp_weight: float = 0.0
   z_weight: float = 0.0
   head_chunk: int = 0
+  router_balance_weight: float = 0.0
+  router_z_weight: float = 0.0
 
   def __post_init__(self):
-    if self.mtp_weight < 0 or self.z_weight < 0 or self.head_chunk < 0:
-      raise ValueError('mtp_weight, z_weight and head_chunk must be at least 0')
+    check_least(self, 0, 'mtp_weight', 'z_weight', 'head_chunk', 'router_balance_weight',
+                'router_z_weight')
 
 
 def make_lm_loss(model_config: ModelConfig, config: LossConfig) -> LossFn:
   """Returns the objective of continued pretraining and SFT.
 
   Its metrics: `cross_entropy` in nats per unit of weight; with MTP, `mtp_kl`, the divergence of the
-  MTP layer from the main head (same denominator, so slightly less than a mean); `z` if switched on.
+  MTP layer from the main head (same denominator, so slightly less than a mean); `z` if switched on;
+  `router_balance` and `router_z`, summed over MoE layers (with MTP its layer too) and averaged over
+  documents by their share of the batch's trainable weight, if either is switched on.
 
   Raises:
     ValueError: MTP loss for a model without an MTP layer.
@@ -55,9 +65,12 @@ def make_lm_loss(model_config: ModelConfig, config: LossConfig) -> LossFn:
     raise ValueError('mtp_weight needs a model with num_nextn_predict_layers = 1')
 
   def loss_fn(params: Any, batch: Batch) -> tuple[Array, dict[str, Array]]:
-    with_mtp = config.mtp_weight > 0
+    with_mtp, documents = config.mtp_weight > 0, None
+    if config.router_balance_weight or config.router_z_weight:
+      documents = document_weights(batch)
     out = transformer.forward(model_config, params, batch.tokens, positions=batch.positions,
-                              segment_ids=batch.segment_ids, output='hidden', mtp=with_mtp)
+                              segment_ids=batch.segment_ids, document_weights=documents,
+                              output='hidden', mtp=with_mtp)
     arrays = {'targets': batch.targets, 'mask': batch.weights > 0}
     ahead = {'hidden': out.hidden}
     if with_mtp:
@@ -74,6 +87,10 @@ def make_lm_loss(model_config: ModelConfig, config: LossConfig) -> LossFn:
     if with_mtp:
       metrics['mtp_kl'] = weighted_mean(costs['kl'], weights, batch.denominator)
       loss += config.mtp_weight * metrics['mtp_kl']
+    if documents is not None:
+      metrics['router_balance'], metrics['router_z'] = out.router.balance.sum(), out.router.z.sum()
+      loss += (config.router_balance_weight * metrics['router_balance']
+               + config.router_z_weight * metrics['router_z'])
     return loss, metrics | {'counts': out.router.counts}
 
   return loss_fn
@@ -131,6 +148,16 @@ def mtp_weights(
   """
   same = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
   return jnp.pad(jnp.where(same, weights[:, 1:], 0.0), ((0, 0), (0, 1)))
+
+
+def document_weights(batch: Batch) -> Float[Array, 'R S']:
+  """Returns for each token its document's trainable weight over the batch's denominator.
+
+  Those of all documents of a step sum to 1, however its rows are divided into micro-batches.
+  """
+  documents = Sequences.of(batch.segment_ids, batch.weights)
+  weights = documents.sums(documents.weights).reshape(batch.weights.shape)
+  return weights / jnp.where(batch.denominator == 0, 1.0, batch.denominator)
 
 
 def weighted_mean(

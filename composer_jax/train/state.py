@@ -9,6 +9,7 @@ import optax
 from jaxtyping import Array, Int
 
 from composer_jax import models
+from composer_jax.models.balance import Trainable
 
 
 @jax.tree_util.register_dataclass
@@ -19,7 +20,8 @@ class TrainState:
   Attributes:
     step: optimizer updates applied.
     params: what gradients reach.
-    frozen: what they do not: the routers' selection biases, moved by a rule of their own.
+    frozen: what they do not: the routers' selection biases, moved by a rule of their own, and
+      whatever this stage does not train.
     opt_state: the optimizer's moments and counters.
     bad_steps: updates dropped in a row because no finite gradient was left; 0 after a good one.
   """
@@ -39,15 +41,17 @@ class TrainState:
     return models.combine(self.params, self.frozen)
 
 
-def create(params: dict[str, Any], tx: optax.GradientTransformation) -> TrainState:
+def create(params: dict[str, Any], tx: optax.GradientTransformation,
+           trainable: Trainable = 'all') -> TrainState:
   """Returns the state before the first step.
 
   Args:
     params: full parameters of the model. They are copied: steps donate their state.
     tx: the optimizer.
+    trainable: which part of the parameters it trains, see `models.partition`.
   """
-  trainable, frozen = models.partition(jax.tree.map(jnp.array, params))
-  state = TrainState(jnp.zeros((), jnp.int32), trainable, frozen, tx.init(trainable),
+  chosen, frozen = models.partition(jax.tree.map(jnp.array, params), trainable)
+  state = TrainState(jnp.zeros((), jnp.int32), chosen, frozen, tx.init(chosen),
                      jnp.zeros((), jnp.int32))
   # Restored parameters are committed to a device and fresh arrays are not; a mixture would make the
   # second step, and each resumed one, another program to compile.

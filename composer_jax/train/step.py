@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from composer_jax import models
 from composer_jax.batch import Batch
+from composer_jax.models.balance import Trainable
 from composer_jax.train.losses import LossFn
 from composer_jax.train.state import TrainState
 
@@ -18,7 +19,7 @@ StepFn = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]
 
 
 def make_train_step(loss_fn: LossFn, tx: optax.GradientTransformation, *,
-                    bias_rate: float = 0.0) -> StepFn:
+                    bias_rate: float = 0.0, trainable: Trainable = 'all') -> StepFn:
   """Returns the jitted step `(state, batch) -> (state, metrics)`; the state is donated.
 
   The batch has leaves `[A, R, S]` (see `micro_batches`): A micro-batches whose gradients are summed
@@ -35,6 +36,7 @@ def make_train_step(loss_fn: LossFn, tx: optax.GradientTransformation, *,
     loss_fn: the objective, see `losses`.
     tx: the optimizer; it clips.
     bias_rate: step of the selection-bias rule; 0 leaves the biases alone.
+    trainable: what the state was made with, see `state.create`.
 
   Returns:
     The step. Its metrics are the objective's, `counts` included, and `loss`, `grad_norm` (before
@@ -51,7 +53,7 @@ def make_train_step(loss_fn: LossFn, tx: optax.GradientTransformation, *,
     good = (total['used'] > 0) & jnp.isfinite(norm)
     bad = ~good & (weight > 0)
     counts = total['metrics'].get('counts')
-    after = _apply(tx, bias_rate, state, grads, counts)
+    after = _apply(tx, bias_rate, trainable, state, grads, counts)
     # selects melt into the update, a branch would be a second copy of the state
     after = jax.tree.map(lambda new, old: jnp.where(good, new, old), after, state)
     after = after.replace(bad_steps=jnp.where(good, 0, state.bad_steps + bad))
@@ -131,13 +133,13 @@ def _alone(values: Any, grads: Any, unused_weight: Array, count: Array) -> dict[
           'used': used.astype(jnp.int32)}
 
 
-def _apply(tx: optax.GradientTransformation, bias_rate: float, state: TrainState, grads: Any,
-           counts: Array | None) -> TrainState:
+def _apply(tx: optax.GradientTransformation, bias_rate: float, trainable: Trainable,
+           state: TrainState, grads: Any, counts: Array | None) -> TrainState:
   """Returns the state after the update."""
   updates, opt_state = tx.update(grads, state.opt_state, state.params)
   frozen = state.frozen
   if bias_rate:
-    frozen = models.update_selection_bias(frozen, counts, bias_rate)
+    frozen = models.update_selection_bias(frozen, counts, bias_rate, trainable)
   return TrainState(state.step + 1, optax.apply_updates(state.params, updates), frozen, opt_state,
                     state.bad_steps)
 

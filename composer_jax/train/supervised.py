@@ -41,9 +41,9 @@ def train(stage: StageConfig, model_config: ModelConfig, folder: str | Path, *, 
     params = models.init(model_config, jax.random.key(stage.seed))
   tx = make_optimizer(stage.optimizer, stage.steps)
   step = make_train_step(make_lm_loss(model_config, stage.loss), tx,
-                         bias_rate=stage.bias_update_rate)
-  state, summary = run_loop(stage, folder, state=create(params, tx), step_fn=step, loader=loader,
-                            evaluate=evaluate, description=description)
+                         bias_rate=stage.bias_update_rate, trainable=stage.trainable)
+  state, summary = run_loop(stage, folder, state=create(params, tx, stage.trainable), step_fn=step,
+                            loader=loader, evaluate=evaluate, description=description)
   params = state.full_params()
   manager.save_params(Path(folder) / 'params', params, {'model': as_dict(model_config)})
   return params, summary

@@ -4,12 +4,10 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from composer_jax import models
-from composer_jax.models import layers, mla, transformer
 
 CONFIG = models.ModelConfig(
     vocab_size=50, hidden_size=16, intermediate_size=24, moe_intermediate_size=8,
@@ -71,24 +69,6 @@ def test_slots_of_different_length_padding_and_reset(params):
   np.testing.assert_allclose(again.logits[2, 0], full[2, 0], atol=1e-5)
   np.testing.assert_array_equal(np.stack(again.cache.latent)[:, :2],
                                 np.stack(second.cache.latent)[:, :2])
-
-
-def test_absorbed_equals_expanded(params):
-  """The same attention with the up-projection folded into query and output."""
-  layer = jax.tree.map(lambda v: v[0], params['moe_layers']['attention'])
-  x = np.random.default_rng(1).standard_normal((3, 14, 16)).astype(np.float32)
-  positions = jnp.broadcast_to(jnp.arange(14), (3, 14))
-
-  @jax.jit
-  def run(layer, x):
-    context = transformer._context(CONFIG, positions, jnp.ones((3, 14), jnp.int32), ())
-    attention = layers.bind(mla.Attention, CONFIG, layer)
-    expanded = attention.expanded(x, context.cos, context.sin, context.mask)
-    empty = jnp.zeros((3, 4, CONFIG.latent_dim)), jnp.zeros((3, 4), bool)
-    return expanded, attention.absorbed(x, context.cos, context.sin, context.mask, [empty])[0]
-
-  expanded, absorbed = run(layer, x)
-  np.testing.assert_allclose(absorbed, expanded, atol=1e-6)
 
 
 def test_a_cache_in_two_pieces(params):

@@ -143,8 +143,8 @@ def _oracle(params, tokens, positions, segments, c):
   m, eps = p['mtp'], c.rms_norm_eps
   following = np.concatenate([tokens[1:], [0]])
   inside = np.concatenate([segments[1:] == segments[:-1], [False]]) & (segments != 0)
-  joined = np.concatenate([_norm(hidden, m['hidden_norm'], eps),
-                           _norm(p['embed'][following], m['embed_norm'], eps)], axis=1)
+  joined = np.concatenate([_norm(p['embed'][following], m['embed_norm'], eps),
+                           _norm(hidden, m['hidden_norm'], eps)], axis=1)
   y, mtp_count, _ = _block(m['block'], joined @ m['project'], positions, segments, inside, c)
   return (hidden @ p['head'], counts, chosen, _norm(y, m['norm'], eps) @ p['head'], mtp_count,
           inside)

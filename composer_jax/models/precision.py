@@ -1,0 +1,228 @@
+"""Which format each matrix product runs in, as data, and the products that obey it.
+
+Parameters are float32 masters whatever the policy: operands are rounded on their way into a
+product, the product accumulates in float32, and gradients come back in float32. Rounding is
+emulated (`kernels.quantize`). A product whose formats are all "float32" is the plain one, in the
+type that its operands have, without any of the machinery here in the compiled program.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from composer_jax.kernels.grouped_matmul import api as grouped_matmul_api
+from composer_jax.kernels.quantize import api as quantize_api
+
+Format = quantize_api.Format
+
+
+@dataclasses.dataclass(frozen=True)
+class Formats:
+  """Formats of one class of products `y = x w`.
+
+  Both operands of a product are rounded from the float32 originals along its contraction axis: D in
+  the forward pass, the outputs in `dx = dy w^T`, the rows in `dw = x^T dy` (Composer 2 report,
+  section 6, says neither what the backward pass rounds nor, for weights, what the scale "per token"
+  of NVFP4 is: originals, and a scale per output column, are our choices).
+
+  Attributes:
+    forward: format of `x` and `w`.
+    dgrad: format of `dy` and `w` in the gradient of `x`.
+    wgrad: format of `x` and `dy` in the gradient of `w`; not "nvfp4", whose scale per token would
+      span tokens there.
+  """
+
+  forward: Format = 'float32'
+  dgrad: Format = 'float32'
+  wgrad: Format = 'float32'
+
+  def __post_init__(self):
+    if self.wgrad == 'nvfp4':
+      raise ValueError('wgrad: "nvfp4" has one scale per token, which does not exist in a product '
+                       'that contracts tokens (take "mxfp8")')
+
+  @property
+  def plain(self) -> bool:
+    """True if nothing is rounded."""
+    return self == FLOAT32
+
+
+FLOAT32 = Formats()
+BFLOAT16 = Formats('bfloat16', 'bfloat16', 'bfloat16')
+MXFP8 = Formats('mxfp8', 'mxfp8', 'mxfp8')
+_BLOCK_FORMATS = ('mxfp8', 'nvfp4')
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+  """Formats of every class of matrix products in the model.
+
+  Attributes:
+    attention: the projections of attention. Scores and the average of the values stay as wide as
+      their operands, and the up-projection from the latent is at least bfloat16, see `kv_b`.
+    router: float32, always: near ties decide which experts run.
+    shared_expert: feed-forward of the shared experts.
+    routed_experts: feed-forward of the routed experts.
+    dense_mlp: feed-forward of the layers without experts.
+    head: the output head, and the projection in front of the MTP layer.
+    embeddings: a lookup, so "float32" or "bfloat16": `forward` rounds what is looked up, `wgrad`
+      the gradient that is added to the table.
+  """
+
+  attention: Formats = FLOAT32
+  router: Formats = FLOAT32
+  shared_expert: Formats = FLOAT32
+  routed_experts: Formats = FLOAT32
+  dense_mlp: Formats = FLOAT32
+  head: Formats = FLOAT32
+  embeddings: Formats = FLOAT32
+
+  def __post_init__(self):
+    if not self.router.plain:
+      raise ValueError('precision.router must be float32: rounded scores choose other experts than '
+                       'the sampler, and train on the wrong ones')
+    used = {self.embeddings.forward, self.embeddings.dgrad, self.embeddings.wgrad}
+    if used.intersection(_BLOCK_FORMATS):
+      raise ValueError('precision.embeddings can be float32 or bfloat16: a lookup contracts '
+                       'nothing that a block scale could follow')
+
+  @property
+  def kv_b(self) -> Formats:
+    """Formats of the up-projection from the latent: those of attention, at least bfloat16.
+
+    Its contraction axis differs between the expanded and the absorbed form, and block scales would
+    make them different functions (LMSYS, end-to-end MXFP8 and NVFP4 RL, July 2026).
+    """
+    a = self.attention
+    return Formats(*('bfloat16' if f in _BLOCK_FORMATS else f
+                     for f in (a.forward, a.dgrad, a.wgrad)))
+
+
+_BFLOAT16_POLICY = Policy(attention=BFLOAT16, shared_expert=BFLOAT16, routed_experts=BFLOAT16,
+                          dense_mlp=BFLOAT16, head=BFLOAT16, embeddings=BFLOAT16)
+# The report trains in MXFP8 (section 3.1) and does not say what is left out: the shared expert is
+# bfloat16 for stability ("Mixture of Kittens", August 2026); attention, head and embeddings are as
+# in DeepSeek-V3 (arXiv 2412.19437, section 3.3.1), and the dense layer goes with the experts.
+_MXFP8_CPT = dataclasses.replace(_BFLOAT16_POLICY, routed_experts=MXFP8, dense_mlp=MXFP8)
+# RL: the experts' forward pass in the sampler's format, their backward pass in MXFP8 (section 6);
+# the dense layer is bfloat16, NVFP4 being for experts only.
+_NVFP4_RL = dataclasses.replace(_BFLOAT16_POLICY,
+                                routed_experts=Formats('nvfp4', 'mxfp8', 'mxfp8'))
+
+POLICIES: dict[str, Policy] = {'float32': Policy(), 'bfloat16': _BFLOAT16_POLICY,
+                               'mxfp8_cpt': _MXFP8_CPT, 'nvfp4_rl': _NVFP4_RL}
+
+
+def matmul(formats: Formats, x: Float[Array, 'T D'], w: Float[Array, 'D F']
+           ) -> Float[Array, 'T F']:
+  """Returns `x @ w` in the given formats, in the type of `x`."""
+  return x @ w if formats.plain else _matmul(formats, x, w)
+
+
+def grouped(formats: Formats, x: Float[Array, 'M K'], w: Float[Array, 'E K N'],
+            group_sizes: Int[Array, 'E']) -> Float[Array, 'M N']:
+  """Returns `kernels.grouped_matmul` in the given formats, in the type of `x`.
+
+  Along the rows, which the weight gradient contracts, blocks start anew with each group.
+  """
+  if formats.plain:
+    return grouped_matmul_api.grouped_matmul(x, w, group_sizes)
+  return _grouped(formats, x, w, group_sizes)
+
+
+def embed(formats: Formats, table: Float[Array, 'V D'], tokens: Int[Array, 'B S']
+          ) -> Float[Array, 'B S D']:
+  """Returns the tokens' rows of the table; ids outside of it take the nearest row."""
+  rows = jnp.take(table, tokens, axis=0, mode='clip')
+  return rows if formats.plain else _rounded(formats, rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(formats, x, w):
+  return _dot(formats.forward, x, w, (1, 0)).astype(x.dtype)
+
+
+def _matmul_forward(formats, x, w):
+  return _matmul(formats, x, w), (x, w)
+
+
+def _matmul_backward(formats, residual, dy):
+  x, w = residual
+  dx, dw = _dot(formats.dgrad, dy, w, (1, 1)), _dot(formats.wgrad, x, dy, (0, 0))
+  return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _dot(format: Format, a: Array, b: Array, axes: tuple[int, int]) -> Array:
+  """Contracts an axis of each of two matrices, both rounded along it, in float32."""
+  a, b = (quantize_api.fake_quantize(side, format, axis)
+          for side, axis in zip((a, b), axes, strict=True))
+  # The highest precision, or an accelerator would round the operands once more.
+  return jax.lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())),
+                             precision=jax.lax.Precision.HIGHEST)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(formats, x, w, group_sizes):
+  x_rounded = quantize_api.fake_quantize(x, formats.forward, 1)
+  w_rounded = quantize_api.fake_quantize(w, formats.forward, 1)
+  return grouped_matmul_api.grouped_matmul(x_rounded, w_rounded, group_sizes).astype(x.dtype)
+
+
+def _grouped_forward(formats, x, w, group_sizes):
+  return _grouped(formats, x, w, group_sizes), (x, w, group_sizes)
+
+
+def _grouped_backward(formats, residual, dy):
+  x, w, group_sizes = residual
+  w_rounded = quantize_api.fake_quantize(w, formats.dgrad, 2)
+  dx = grouped_matmul_api.grouped_matmul(quantize_api.fake_quantize(dy, formats.dgrad, 1),
+                                         jnp.swapaxes(w_rounded, 1, 2), group_sizes)
+  rows, dy_rows = (_round_rows(side, formats.wgrad, group_sizes) for side in (x, dy))
+  # The product is linear in w, so its gradient is the same wherever it is taken.
+  _, pull = jax.vjp(lambda w: grouped_matmul_api.grouped_matmul(rows, w, group_sizes),
+                    jnp.zeros(w.shape, rows.dtype))
+  return dx.astype(x.dtype), pull(dy_rows)[0].astype(w.dtype), None
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)
+
+
+def _round_rows(x: Float[Array, 'M K'], format: Format, group_sizes: Int[Array, 'E']
+                ) -> Float[Array, 'M K']:
+  """Rounds along the rows, block by block inside each group; padding rows become zeros."""
+  block = quantize_api.BLOCK.get(format, 1)
+  rows, groups = x.shape[0], group_sizes.shape[0]
+  ends = jnp.cumsum(group_sizes)
+  row = jnp.arange(rows)
+  group = jnp.minimum(jnp.searchsorted(ends, row, side='right'), groups - 1)
+  # Every group starts at a block of its own; the place of a row in that wider layout.
+  widths = -(-group_sizes // block) * block
+  place = row - (ends - group_sizes)[group] + (jnp.cumsum(widths) - widths)[group]
+  most = -(-(rows + groups * (block - 1)) // block) * block
+  place = jnp.where(row < ends[-1], place, most)
+  apart = jnp.zeros((most, x.shape[1]), jnp.float32).at[place].set(
+      x.astype(jnp.float32), mode='drop')
+  rounded = quantize_api.fake_quantize(apart, format, 0)
+  return rounded.at[place].get(mode='fill', fill_value=0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rounded(formats, rows):
+  return quantize_api.fake_quantize(rows, formats.forward).astype(rows.dtype)
+
+
+def _rounded_forward(formats, rows):
+  return _rounded(formats, rows), None
+
+
+def _rounded_backward(formats, _, gradient):
+  return (quantize_api.fake_quantize(gradient, formats.wgrad).astype(gradient.dtype),)
+
+
+_rounded.defvjp(_rounded_forward, _rounded_backward)

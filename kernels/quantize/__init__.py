@@ -1,0 +1,1 @@
+"""Low-precision number formats of matrix-product operands."""

@@ -1,0 +1,104 @@
+"""Definition of the formats in jnp, exact on any device.
+
+Values are rounded by arithmetic on powers of two instead of conversions to narrow types: compilers
+may drop a conversion there and back. Nor is a division left to itself: XLA turns one by a constant
+or by a broadcast value into a multiplication with a rounded reciprocal (`_divide`).
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+MXFP8_BLOCK = 32
+NVFP4_BLOCK = 16
+# Rows below this become zeros, so that every scale that is divided by is a normal float32.
+_NVFP4_LEAST = 2.0 ** -116 * 6 * 448
+
+
+def obstacle() -> str | None:
+  """Runs everywhere."""
+  return None
+
+
+def unchanged(x: Float[Array, '*shape'], axis: int) -> Float[Array, '*shape']:
+  """Returns `x` in float32."""
+  del axis
+  return x.astype(jnp.float32)
+
+
+def bfloat16(x: Float[Array, '*shape'], axis: int) -> Float[Array, '*shape']:
+  """Returns `x` rounded to bfloat16."""
+  del axis
+  return jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+
+
+def mxfp8(x: Float[Array, '*shape'], axis: int) -> Float[Array, '*shape']:
+  """Returns `x` rounded to E4M3 with an E8M0 scale per 32 elements; see `api.fake_quantize`."""
+  blocks = _blocks(x, axis, MXFP8_BLOCK)
+  largest = jnp.abs(blocks).max(axis=-1, keepdims=True)
+  # absmax = m 2^e with 1 <= m < 2 and 448 = 1.75 * 2^8: rounded up, the scale is 2^(e - 8) or twice
+  # that. No division, and no scale below 2^-127 (which itself is no normal float32).
+  exponent, fraction = _split(largest)
+  power = jnp.maximum(exponent - 8 + (fraction > 0x600000), -127)
+  most = jnp.where(power < 120, 448.0, 240.0)  # 256 * 2^120 would be infinite
+  values = jnp.clip(_e4m3(blocks * _power_of_two(-power)), -most, most)
+  half = power // 2
+  values = values * _power_of_two(half) * _power_of_two(power - half)
+  return _whole(jnp.where(jnp.isfinite(largest), values, jnp.nan), x, axis)
+
+
+def nvfp4(x: Float[Array, '*shape'], axis: int) -> Float[Array, '*shape']:
+  """Returns `x` rounded to E2M1 with two levels of scales; see `api.fake_quantize`."""
+  blocks = _blocks(x, axis, NVFP4_BLOCK)
+  largest = jnp.abs(blocks).max(axis=-1, keepdims=True)
+  row = largest.max(axis=-2, keepdims=True)
+  some = row >= _NVFP4_LEAST
+  token = _divide(jnp.where(some, row, 1.0), 6.0 * 448.0)
+  block = _e4m3(_divide(largest, 6.0 * token))
+  scale = block * token
+  values = _round(_divide(blocks, jnp.where(scale > 0, scale, 1.0)), 1, 0, 6.0)
+  values = jnp.where(some & (scale > 0), values * block * token, 0.0)
+  return _whole(jnp.where(jnp.isfinite(row), values, jnp.nan), x, axis)
+
+
+def _blocks(x: Array, axis: int, size: int) -> Float[Array, '... blocks size']:
+  """Returns the axis last and cut into blocks, the last one filled up with zeros."""
+  x = jnp.moveaxis(x.astype(jnp.float32), axis, -1)
+  short = -x.shape[-1] % size
+  x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, short),))
+  return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+
+
+def _whole(blocks: Float[Array, '... blocks size'], like: Array, axis: int) -> Array:
+  """Inverse of `_blocks`."""
+  flat = blocks.reshape(*blocks.shape[:-2], -1)[..., :like.shape[axis]]
+  return jnp.moveaxis(flat, -1, axis)
+
+
+def _e4m3(x: Array) -> Array:
+  """Rounds to E4M3 without infinities (largest 448), saturating."""
+  return _round(x, 3, -6, 448.0)
+
+
+def _round(x: Array, bits: int, least: int, largest: float) -> Array:
+  """Rounds to `bits` fraction bits, to nearest even, with exponents from `least` on."""
+  exponent, _ = _split(x)
+  step = jnp.maximum(exponent, least) - bits
+  x = jnp.round(x * _power_of_two(-step)) * _power_of_two(step)
+  return jnp.clip(x, -largest, largest)
+
+
+def _split(x: Array) -> tuple[Int[Array, '...'], Int[Array, '...']]:
+  """Returns floor(log2 |x|) (-127 for zero and subnormals) and the 23 fraction bits."""
+  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+  return ((bits >> 23) & 0xFF) - 127, bits & 0x7FFFFF
+
+
+def _power_of_two(exponent: Int[Array, '...']) -> Float[Array, '...']:
+  """Returns 2^exponent for exponents of normal numbers, -126 to 127."""
+  return jax.lax.bitcast_convert_type((jnp.clip(exponent, -126, 127) + 127) << 23, jnp.float32)
+
+
+def _divide(x: Array, y: Array | float) -> Array:
+  """Returns the IEEE quotient: the divisor depends on `x` in name, so no compiler shares it."""
+  return x / jnp.where(jnp.isnan(x), jnp.nan, y)
