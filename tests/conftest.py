@@ -7,6 +7,10 @@ import sys
 
 import pytest
 
+# Most of the tests' time is compilation. Set before JAX starts, and inherited by what tests start.
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0')
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SMOKE = ROOT / 'experiments' / 'tiny' / 'smoke.py'
 

@@ -71,8 +71,8 @@ def _blocks(x: Array, axis: int, size: int) -> Float[Array, '... blocks size']:
 
 def _whole(blocks: Float[Array, '... blocks size'], like: Array, axis: int) -> Array:
   """Inverse of `_blocks`."""
-  flat = blocks.reshape(*blocks.shape[:-2], -1)[..., :like.shape[axis]]
-  return jnp.moveaxis(flat, -1, axis)
+  flat = blocks.reshape(*blocks.shape[:-2], blocks.shape[-2] * blocks.shape[-1])
+  return jnp.moveaxis(flat[..., :like.shape[axis]], -1, axis)
 
 
 def _e4m3(x: Array) -> Array:
