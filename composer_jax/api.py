@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from composer_jax import models
 from composer_jax.checkpoint import hf_import
-from composer_jax.checkpoint.hf_source import HfSource
 from composer_jax.data import tokenizer as tokenizer_lib
 from composer_jax.data.tokenizer import Tokenizer
 from composer_jax.errors import UserError
@@ -81,8 +80,7 @@ def load(folder: str | pathlib.Path, dtype: str = 'float32', stage: str | None =
 def _load_checkpoint(folder: pathlib.Path, dtype: str, stage: str | None) -> Model:
   if stage is not None:
     raise UserError(f'{folder}: is a checkpoint and has no stages')
-  imported = hf_import.is_imported(folder)
-  source = hf_import.Imported(folder) if imported else HfSource(folder)
+  source = hf_import.open_checkpoint(folder)
   tokenizer = None
   if any((folder / name).is_file() for name in tokenizer_lib.FILES):
     tokenizer = tokenizer_lib.load(folder)

@@ -20,7 +20,10 @@ from composer_jax.models.config import ModelConfig
 FORMATS = ('bfloat16', 'float32', 'fp8', 'int4')
 _BFLOAT16, _FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 _ROW_BYTES = 2**27  # tensors above this are written some rows at a time
-_NOT_COPIED = ('config.json', 'store.json')
+# Tokenizer and template files, and the programs that belong to Kimi's (never run here).
+_CARRIED = ('tokenizer.json', 'tiktoken.model', 'tokenizer_config.json', 'special_tokens_map.json',
+            'chat_template.jinja', 'generation_config.json', 'tokenization_kimi.py',
+            'tool_declaration_ts.py')
 
 Advance = Callable[[int], None]
 
@@ -196,8 +199,6 @@ def _rows(source: Reader, entry: names.Entry) -> Iterator[np.ndarray]:
 
 
 def _copy_files(source: Path, target: Path) -> None:
-  """Copies tokenizer and template files; code that belongs to another config class stays."""
-  for path in sorted(source.iterdir()):
-    if path.is_file() and path.name not in _NOT_COPIED and path.suffix in (
-        '.json', '.jinja', '.model', '.txt', '.md') and 'safetensors' not in path.name:
-      shutil.copyfile(path, target / path.name)
+  for name in _CARRIED:
+    if (source / name).is_file():
+      shutil.copyfile(source / name, target / name)

@@ -92,6 +92,15 @@ def is_hugging_face(folder: str | Path) -> bool:
   return path.is_file() and 'model_type' in read_json(path)
 
 
+def open_checkpoint(folder: str | Path) -> HfSource | Imported:
+  """Returns the checkpoint in a folder, an import or a Hugging Face one.
+
+  Raises:
+    UserError: there is none, or it is unfinished, damaged or of another family.
+  """
+  return Imported(folder) if is_imported(folder) else HfSource(folder)
+
+
 def load(source: HfSource | Imported, shardings: Any = None, dtype: Any = None) -> dict[str, Any]:
   """Returns the parameters as a nested dict of `jax.Array`, each device's piece read on its own.
 

@@ -161,13 +161,10 @@ def _open(folder: Path, stage: str | None, scales_from: str | None = None
           ) -> tuple[Any, Path | None]:
   """Returns a reader of a folder of any kind, and the folder of its tokenizer files."""
   from composer_jax.checkpoint import hf_export, hf_import
-  from composer_jax.checkpoint.hf_source import HfSource
   if not folder.is_dir():
     raise UserError(f'{folder}: there is no such folder')
-  if hf_import.is_imported(folder):
-    return hf_import.Imported(folder), folder
-  if hf_import.is_hugging_face(folder):
-    return HfSource(folder), folder
+  if hf_import.is_imported(folder) or hf_import.is_hugging_face(folder):
+    return hf_import.open_checkpoint(folder), folder
   from composer_jax import api
   model = api.load(folder, stage=stage)
   if scales_from is None:

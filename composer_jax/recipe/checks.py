@@ -2,6 +2,7 @@
 
 from composer_jax.envs import taskset
 from composer_jax.errors import UserError
+from composer_jax.recipe import start
 from composer_jax.recipe.schema import FUNCTIONS, SUPERVISED_STAGES, Recipe
 from composer_jax.recipe.stages import model_at, rl_task_count
 from composer_jax.train.config import StageConfig
@@ -11,11 +12,14 @@ def check(recipe: Recipe) -> None:
   """Finds what is bound to fail later, before hours are spent on the stages before it.
 
   Raises:
-    UserError: names the field: a mixture without a known source, rows that are too short or too
-      long, MTP without an MTP layer, more tasks than there are.
+    UserError: names the field: a checkpoint to start from that does not fit, a mixture without a
+      known source, rows that are too short or too long, MTP without an MTP layer, more tasks than
+      there are.
   """
   if not recipe.model.num_moe_layers:
     raise UserError('config.model.first_k_dense_replace: leaves no MoE layer to train')
+  if recipe.start:
+    start.check(recipe)
   _check_mixtures(recipe)
   _check_lengths(recipe)
   _check_tasks(recipe)
@@ -32,6 +36,8 @@ def check(recipe: Recipe) -> None:
 def _check_mixtures(recipe: Recipe) -> None:
   known = [*recipe.data.sources, FUNCTIONS]
   for name in ('cpt', 'long_context'):
+    if name not in recipe.stages:
+      continue
     stage: StageConfig = getattr(recipe, name)
     for source in stage.mixture:
       if source not in known:
@@ -45,11 +51,15 @@ def _check_mixtures(recipe: Recipe) -> None:
 
 def _check_lengths(recipe: Recipe) -> None:
   for name in SUPERVISED_STAGES:
+    if name not in recipe.stages:
+      continue
     length = getattr(recipe, name).seq_len
     positions = model_at(recipe, name).max_position_embeddings
     if length > positions:
       raise UserError(f'config.{name}.seq_len: {length} is longer than the context of the model '
                       f'at this stage, {positions}')
+  if 'sft' not in recipe.stages:
+    return  # nor is there anything that the sampler would be for
   sampler = recipe.sampler
   if recipe.rl.row_len < sampler.max_len:
     raise UserError(f'config.rl.row_len: {recipe.rl.row_len} is shorter than '

@@ -93,6 +93,9 @@ class Recipe:
 
   Attributes:
     model: shape at the first stage; `vocab_size` must equal that of the corpus.
+    start: folder of a checkpoint that the first stage starts from, a Hugging Face one or an import
+      of one, whose shape `model` must have (an MTP layer may be new); empty for fresh parameters.
+      Its tokenizer is for `data.tokenizer` to name.
     stages: which stages run, of `STAGES`, always in that order.
     seed: of the generated documents, tasks and demonstrations. Stages have seeds of their own.
     data: the corpus.
@@ -112,6 +115,7 @@ class Recipe:
   """
 
   model: ModelConfig
+  start: str = ''
   stages: tuple[str, ...] = STAGES
   seed: int = 0
   data: CorpusConfig = dataclasses.field(default_factory=CorpusConfig)

@@ -29,7 +29,7 @@ from composer_jax.evals import runner as eval_runner
 from composer_jax.files import read_json
 from composer_jax.models.config import ModelConfig
 from composer_jax.progress import progress
-from composer_jax.recipe import eval_traces
+from composer_jax.recipe import eval_traces, start
 from composer_jax.recipe.schema import FUNCTIONS, SUPERVISED_STAGES, Recipe, resolve
 from composer_jax.rl import trainer as rl_trainer
 from composer_jax.rl.environment import EpisodeEnvironment
@@ -132,24 +132,23 @@ def _tokenizer_samples(recipe: Recipe) -> Iterator[str]:
 
 
 def cpt(context: Context) -> dict[str, Any]:
-  """Continued pretraining from fresh parameters."""
-  return _pretrain(context, 'cpt', None)
+  """Continued pretraining from a checkpoint, or from fresh parameters."""
+  return _pretrain(context, 'cpt', start.params(context.recipe))
 
 
 def long_context(context: Context) -> dict[str, Any]:
   """Continued pretraining on longer rows, with YaRN."""
-  return _pretrain(context, 'long_context', 'cpt')
+  return _pretrain(context, 'long_context', context.params('cpt'))
 
 
-def _pretrain(context: Context, name: str, before: str | None) -> dict[str, Any]:
+def _pretrain(context: Context, name: str, params: dict[str, Any] | None) -> dict[str, Any]:
   stage: StageConfig = getattr(context.recipe, name)
   model = context.model(name)
   loader = loader_lib.cpt_loader(stage.mixture, context.data_dir, stage.batch_size, stage.seq_len,
                                  stage.seed)
   heldout = _heldout(context, stage)
   _, summary = supervised.train(
-    stage, model, context.folder(name), loader=loader,
-    params=context.params(before) if before else None,
+    stage, model, context.folder(name), loader=loader, params=params,
     evaluate=functools.partial(_evaluate_bits, model, heldout), description=name)
   return {**_supervised_summary(summary), **_bits(context, stage, summary['eval'])}
 
@@ -328,7 +327,7 @@ def fingerprints(recipe: Recipe) -> dict[str, str]:
   """Returns, for each stage, a fingerprint of everything its result depends on."""
   r = recipe
   data_print = fingerprint(['data', r.data, *_corpus_inputs(r)])
-  cpt_print = fingerprint(['cpt', data_print, r.model, r.cpt])
+  cpt_print = fingerprint(['cpt', data_print, r.model, r.cpt, *([r.start] if r.start else [])])
   long_print = fingerprint(['long_context', cpt_print, r.long_context])
   sft_print = fingerprint(['sft', long_print, r.sft, r.traces, r.sandbox])
   rl_print = fingerprint(['rl', sft_print, r.rl, r.sampler])
