@@ -12,7 +12,7 @@ import numpy as np
 
 from composer_jax.checkpoint import block_fp8, leaves, names, packed_int4, quantization
 from composer_jax.checkpoint.disk import disk_errors
-from composer_jax.checkpoint.hf_source import Index, text_extras
+from composer_jax.checkpoint.hf_source import HfSource, Index, text_extras
 from composer_jax.checkpoint.safetensors_dir import TensorWriter
 from composer_jax.errors import UserError
 from composer_jax.models.config import ModelConfig
@@ -93,6 +93,8 @@ def export_folder(source: Reader, target: str | Path, form: str, *, shard_bytes:
     raise UserError(f'--format={form}: can be {", ".join(FORMATS)}')
   if target.exists() and (not target.is_dir() or any(target.iterdir())):
     raise UserError(f'{target}: is not empty; choose another folder')
+  if isinstance(source, HfSource):
+    source.check_copies()
   draft = target.with_name(f'.{target.name}.draft')
   with disk_errors(str(target)):
     if draft.exists():

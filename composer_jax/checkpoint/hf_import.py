@@ -59,6 +59,10 @@ class Imported:
     names.check_leaves(self.config, {name: leaf for name, leaf in self.store.leaves.items()
                                      if not name.startswith(SIDE)}, str(self.folder))
 
+  def identity(self) -> str:
+    """Returns the identity of the checkpoint that was imported; see `HfSource.identity`."""
+    return self.store.meta['source']
+
   @property
   def dtypes(self) -> dict[str, np.dtype]:
     """Dtype of each leaf."""
@@ -112,6 +116,8 @@ def load(source: HfSource | Imported, shardings: Any = None, dtype: Any = None) 
   Raises:
     UserError: a tensor is damaged or holds a number that is not finite.
   """
+  if isinstance(source, HfSource):
+    source.check_copies()
   default = shardings
   if shardings is None:
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -147,9 +153,10 @@ def import_folder(source: HfSource, target: str | Path, dtype: str | None = None
   if not is_imported(target) and target.exists() and any(
       not path.name.startswith('.') for path in target.iterdir()):
     raise UserError(f'{target}: is not empty; choose another folder')
+  source.check_copies()
   stored = store_leaves(source, dtype)
-  meta = {'model': as_dict(source.config), 'quantization': source.quantization,
-          'source_bytes': source.total_bytes, 'skipped': source.skipped}
+  meta = {'source': source.identity(), 'model': as_dict(source.config),
+          'quantization': source.quantization, 'skipped': source.skipped}
   store = ParamStore.create(target / STORE, stored, meta)
   if not store.complete:
     _copy_files(source.folder, target)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from composer_jax.models.config import ModelConfig
 Index = tuple[slice, ...]
 
 _PLAIN = tuple(np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16))
+_SAMPLES, _SAMPLE_BYTES = 16, 2**14
 _WRAPPER_PREFIX = 'language_model.'
 # Tensors that are no part of the text model, and buffers that old files hold and config.json gives.
 _VISION = ('vision_tower.', 'mm_projector.')
@@ -75,7 +77,6 @@ class HfSource:
       self.skipped['MTP layer (declared, not in the files)'] = 0
     self._stored = self._match(found)
     self.dtypes = self._leaf_dtypes()
-    self._check_copies()
 
   def describe(self, entry: names.Entry) -> tuple[str, int]:
     """Returns the file and the offset of an entry, to read in the order of the disk."""
@@ -231,8 +232,24 @@ class HfSource:
         dtypes[leaf] = np.dtype(np.float32)
     return dtypes
 
-  def _check_copies(self) -> None:
-    """Checks DeepSeek-V3's second copies of embedding and head, some rows at a time."""
+  def identity(self) -> str:
+    """Returns hex digits that differ for other weights: sizes and samples of every shard."""
+    digest = hashlib.sha256()
+    for file in sorted({info.file for info in self._tensors.infos.values()}):
+      size = file.stat().st_size
+      digest.update(f'{file.name}:{size};'.encode())
+      with file.open('rb') as stream:
+        for part in range(_SAMPLES):  # the first holds the header
+          stream.seek(part * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
+          digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+  def check_copies(self) -> None:
+    """Checks DeepSeek-V3's second copies of embedding and head, some rows at a time.
+
+    Raises:
+      UserError: one differs from the main model's.
+    """
     for entry in names.table(self.config):
       if entry.copy and self.has(entry):
         main = names.by_leaf(self.config)[entry.leaf][0]

@@ -11,7 +11,7 @@ _INT4 = {'num_bits': (4,), 'type': ('int',), 'symmetric': (True,), 'group_size':
          'strategy': ('group',)}
 # Kimi K2.5's list of what stays bfloat16.
 _INT4_IGNORE = ['lm_head', 're:.*self_attn.*', 're:.*shared_experts.*',
-                're:.*mlp\\.(gate|up|gate_up|down)_proj.*']
+                're:.*mlp\\.(gate|up|gate_up|down)_proj.*', 're:.*eh_proj.*', 're:.*shared_head.*']
 
 
 class Int4Names(NamedTuple):

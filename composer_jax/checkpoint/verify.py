@@ -68,11 +68,10 @@ def compare_tensors(first: Reader, second: Reader, advance: Advance = lambda siz
 
 def check_same_shape(first: Reader, second: Reader) -> None:
   """Raises UserError that names the first field in which two configs differ."""
-  for field in dataclasses.fields(first.config):
-    ours, theirs = getattr(first.config, field.name), getattr(second.config, field.name)
-    if field.name not in ('moe_impl', 'remat', 'scan_unroll', 'precision',
-                          'initializer_range') and ours != theirs:
-      raise UserError(f'the two are different models: {field.name} is {ours} and {theirs}')
+  name = first.config.different_function(second.config)
+  if name:
+    ours, theirs = getattr(first.config, name), getattr(second.config, name)
+    raise UserError(f'the two are different models: {name} is {ours} and {theirs}')
 
 
 def compare_logits(first: Reader, second: Reader) -> dict[str, float]:

@@ -34,6 +34,10 @@ class RopeScaling:
       raise ValueError('rope_scaling: factor must be >= 1 and the original length >= 1')
 
 
+# How the function is computed, or its parameters first drawn.
+_HOW = ('moe_impl', 'remat', 'scan_unroll', 'precision', 'attention', 'initializer_range')
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """A DeepSeek-V3 shaped transformer (Composer 2 report, section 3; Kimi K2.5 `config.json`).
@@ -135,6 +139,16 @@ class ModelConfig:
     if self.moe_impl == 'dense' and not self.precision.routed_experts.plain:
       raise ValueError('moe_impl "dense" puts all experts of a token into one contraction, where '
                        'rounded formats would share scales: take "grouped" or "auto"')
+
+  def different_function(self, other: 'ModelConfig') -> str | None:
+    """Returns the first field in which two configs are different functions of equal parameters.
+
+    Left out are fields that say how the function is computed, or how parameters are first drawn.
+    """
+    for field in dataclasses.fields(self):
+      if field.name not in _HOW and getattr(self, field.name) != getattr(other, field.name):
+        return field.name
+    return None
 
   @classmethod
   def from_hf(cls, raw: Mapping[str, Any], where: str = 'config.json', **ours: Any

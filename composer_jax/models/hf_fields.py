@@ -109,7 +109,13 @@ def from_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
   """Returns a `config.json` object for the fields of a `ModelConfig` (`config.as_dict`).
 
   The inverse of `to_kwargs`; transformers loads it as `DeepseekV3ForCausalLM`.
+
+  Raises:
+    UserError: a field has a value that such a file cannot say.
   """
+  if fields['latent_norm_eps'] != 1e-6:
+    raise UserError(f'latent_norm_eps {fields["latent_norm_eps"]} cannot be exported: other code '
+                    'takes 1e-6')
   out: dict[str, Any] = {'architectures': ['DeepseekV3ForCausalLM'], 'model_type': 'deepseek_v3'}
   out |= {key: fields[key] for key in (*_REQUIRED, *_OPTIONAL)}
   out['q_lora_rank'] = fields['q_lora_rank'] or None

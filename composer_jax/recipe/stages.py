@@ -327,7 +327,7 @@ def fingerprints(recipe: Recipe) -> dict[str, str]:
   """Returns, for each stage, a fingerprint of everything its result depends on."""
   r = recipe
   data_print = fingerprint(['data', r.data, *_corpus_inputs(r)])
-  cpt_print = fingerprint(['cpt', data_print, r.model, r.cpt, *([r.start] if r.start else [])])
+  cpt_print = fingerprint(['cpt', data_print, r.model, r.cpt, *start.identity(r)])
   long_print = fingerprint(['long_context', cpt_print, r.long_context])
   sft_print = fingerprint(['sft', long_print, r.sft, r.traces, r.sandbox])
   rl_print = fingerprint(['rl', sft_print, r.rl, r.sampler])

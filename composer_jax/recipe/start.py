@@ -1,34 +1,54 @@
 """The checkpoint that a run starts from."""
 
 import dataclasses
+import pathlib
 from typing import Any
 
 import jax
 
 from composer_jax import models
 from composer_jax.checkpoint import hf_import
+from composer_jax.data import tokenizer
 from composer_jax.errors import UserError
 from composer_jax.recipe.schema import Recipe
-
-# How the model is computed or first drawn, and no part of the function that a checkpoint is of.
-_FREE = ('moe_impl', 'remat', 'scan_unroll', 'precision', 'initializer_range',
-         'num_nextn_predict_layers', 'max_position_embeddings')
 
 
 def check(recipe: Recipe) -> None:
   """Checks from the headers alone that the model has the shape of the checkpoint.
 
   Raises:
-    UserError: there is no checkpoint, it is damaged, or a field of `model` differs.
+    UserError: there is no checkpoint, it is damaged, a field of `model` differs, or the corpus has
+      another tokenizer.
   """
-  theirs = hf_import.open_checkpoint(recipe.start).config
-  for field in dataclasses.fields(recipe.model):
-    wanted, have = getattr(theirs, field.name), getattr(recipe.model, field.name)
-    if field.name not in _FREE and wanted != have:
-      raise UserError(f'config.model.{field.name}: is {have}, and {wanted} in {recipe.start}')
+  ours, theirs = recipe.model, hf_import.open_checkpoint(recipe.start).config
+  name = ours.different_function(dataclasses.replace(
+      theirs, num_nextn_predict_layers=ours.num_nextn_predict_layers,
+      max_position_embeddings=ours.max_position_embeddings))
+  if name:
+    raise UserError(f'config.model.{name}: is {getattr(ours, name)}, and {getattr(theirs, name)} '
+                    f'in {recipe.start}')
+  _check_tokenizer(recipe)
   if theirs.num_nextn_predict_layers and not recipe.model.num_nextn_predict_layers:
     raise UserError(f'config.model.num_nextn_predict_layers: is 0, and {recipe.start} has an MTP '
                     'layer')
+
+
+def identity(recipe: Recipe) -> list[str]:
+  """Returns what the first stage's fingerprint takes from the checkpoint; empty without one."""
+  return [hf_import.open_checkpoint(recipe.start).identity()] if recipe.start else []
+
+
+def _check_tokenizer(recipe: Recipe) -> None:
+  """The ids of a corpus mean nothing to a model that was trained with another tokenizer."""
+  for name in tokenizer.FILES:
+    theirs = pathlib.Path(recipe.start) / name
+    if not theirs.is_file():
+      continue
+    given = pathlib.Path(recipe.data.tokenizer) if recipe.data.tokenizer else None
+    ours = given / name if given is not None and given.is_dir() else given
+    if ours is None or not ours.is_file() or ours.read_bytes() != theirs.read_bytes():
+      raise UserError(f'config.data.tokenizer: is not the tokenizer of {recipe.start} ({name})')
+    return
 
 
 def params(recipe: Recipe) -> dict[str, Any] | None:

@@ -85,10 +85,10 @@ def test_ctrl_c_and_kill_leave_no_peer(stub, tmp_path):
                               stderr=subprocess.DEVNULL)
     peer = psutil.Process(int(parent.stdout.readline()))
     os.kill(parent.pid, number)
-    parent.wait(timeout=20)
+    parent.wait(timeout=90)
     parent.stdin.close()
     parent.stdout.close()
-    psutil.wait_procs([peer], timeout=20)
+    psutil.wait_procs([peer], timeout=90)
     assert not peer.is_running() or peer.status() == psutil.STATUS_ZOMBIE
 
 

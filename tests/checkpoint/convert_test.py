@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -222,6 +223,23 @@ def test_an_import_goes_on_after_a_kill(folders, tmp_path):
   assert 0 < len(seen) <= total - 80
   for name in whole.store.leaves:
     np.testing.assert_array_equal(cut.store.read(name), whole.store.read(name))
+
+
+def test_an_import_never_mixes_two_checkpoints(folders, tmp_path):
+  other = save(tmp_path / 'other', tensors(seed=5))
+  hf_import.import_folder(HfSource(folders['none']), tmp_path / 'native')
+  with pytest.raises(UserError, match='native'):
+    hf_import.import_folder(HfSource(other), tmp_path / 'native')
+
+
+def test_int4_exports_declare_what_stays_plain():
+  ignored = quantization.declare('int4')['ignore']
+  for entry in names.table(CONFIG):
+    linear = entry.key.removesuffix('.weight')
+    if entry.in_axes and not linear.endswith('mlp.gate'):
+      stays = any(re.match(rule[3:], linear) if rule[:3] == 're:' else rule == linear
+                  for rule in ignored)
+      assert stays != quantization.is_quantized(entry.key, 'int4'), entry.key
 
 
 def test_trained_weights_keep_their_bias_and_get_fresh_scales(folders, tmp_path):

@@ -39,7 +39,7 @@ def descendants(pid):
   return {p: parents[p][1] for p in found - {pid} if p in parents}
 
 
-def wait_until_gone(processes, seconds=10.0):
+def wait_until_gone(processes, seconds=60.0):
   end = time.monotonic() + seconds
   while left := {p for p, start in processes.items() if cgroup._start_time(p) == start}:
     assert time.monotonic() < end, f'still there: {left}'

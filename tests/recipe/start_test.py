@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory):
 def recipe(checkpoint, **changes):
   model = dataclasses.asdict(dataclasses.replace(CONFIG, **changes))
   return resolve({'start': str(checkpoint), 'model': model, 'stages': ['data', 'cpt'],
-                  'data': {'vocab_size': model['vocab_size']}})
+                  'data': {'vocab_size': model['vocab_size'], 'tokenizer': str(checkpoint)}})
 
 
 def test_the_checkpoint_is_what_training_starts_from(checkpoint):
@@ -58,6 +58,11 @@ def test_another_shape_is_refused_by_name(checkpoint, tmp_path):
     start.check(recipe(checkpoint, n_routed_experts=8))
   with pytest.raises(UserError, match='holds no config.json'):
     start.check(recipe(tmp_path))
+  start.check(recipe(checkpoint, attention='absorbed', moe_impl='dense'))
+  ours = recipe(checkpoint)
+  for path in '', str(tmp_path):
+    with pytest.raises(UserError, match='data.tokenizer: is not the tokenizer of'):
+      start.check(dataclasses.replace(ours, data=dataclasses.replace(ours.data, tokenizer=path)))
 
 
 def test_run_and_export(checkpoint, tmp_path, capsys):
