@@ -141,7 +141,8 @@ class Attention(nnx.Module):
     total = sum(piece.sum(-1, keepdims=True) for piece in weights)
     out = sum(jnp.einsum('bqm,bmc->bqc', piece, entries)
               for piece, (entries, _) in zip(weights, pieces, strict=True)) / total
-    out = out.reshape(batch, length, heads, width)[..., :c.kv_lora_rank]
+    # the cache is float32 whatever the model is
+    out = out.astype(query.dtype).reshape(batch, length, heads, width)[..., :c.kv_lora_rank]
     return self._by_head('bshc,chv->bshv', out, value_up)
 
   def _by_head(self, subscripts, x, up):

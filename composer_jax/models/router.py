@@ -174,6 +174,8 @@ def _losses(config: config_lib.ModelConfig, logits: Float[Array, 'T E'],
   through P only. 1 is perfect balance. z (ST-MoE, arXiv 2202.08906, eq. 5): mean of
   (log sum_i exp(logit_i))^2.
   """
+  logits = jnp.where(valid[:, None], logits, 0.0)  # before the arithmetic: padding may hold NaN
+  scores = jnp.where(valid[:, None], scores, 1.0)
   length = jnp.maximum(sequences.sums(valid.astype(jnp.float32)), 1)
   share = jnp.where(valid, sequences.weights / length, 0.0)
   loads = jax.lax.stop_gradient(sequences.sums(chosen.astype(jnp.float32)))
