@@ -1,6 +1,5 @@
 """A checkpoint that transformers saved: read with its own logits, written back bit for bit."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -12,22 +11,21 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hf_golden import grid
 
 from composer_jax import models
-from composer_jax.checkpoint import names, safetensors_dir
+from composer_jax.checkpoint import hf_export, hf_import, safetensors_dir
+from composer_jax.checkpoint.hf_source import HfSource
 
 FOLDER = grid.DATA.parent / 'checkpoint'
 
 
 @pytest.fixture(scope='module')
 def loaded():
-  """Returns the config, the tensors by Hugging Face name and the parameters made of them."""
-  config = models.ModelConfig.from_hf(json.loads((FOLDER / 'config.json').read_text()))
-  folder = safetensors_dir.TensorFolder(FOLDER)
-  tensors = {name: folder.read(name) for name in folder.infos}
-  return config, tensors, names.from_hf(config, tensors)
+  """Returns config and parameters as our importer reads them."""
+  source = HfSource(FOLDER)
+  return source.config, hf_import.load(source)
 
 
 def test_a_saved_checkpoint_gives_its_logits(loaded):
-  config, _, params = loaded
+  config, params = loaded
   batch, places = grid.CHECKPOINT.batch(packed=True)
   out = jax.jit(models.forward, static_argnums=0,
                 compiler_options={'xla_backend_optimization_level': 0})(
@@ -43,27 +41,20 @@ def test_a_saved_checkpoint_gives_its_logits(loaded):
 
 
 def test_the_export_is_the_checkpoint_bit_for_bit(loaded, tmp_path):
-  config, tensors, params = loaded
-  out = names.to_hf(config, params)
-  plan = [(name, value.dtype, value.shape) for name, value in out.items()]
-  with safetensors_dir.TensorWriter(tmp_path, plan, 60_000, {'format': 'pt'}) as writer:
-    for name, value in out.items():
-      writer.write(name, value)
-  back = safetensors_dir.TensorFolder(tmp_path)
-  assert set(back.infos) == set(tensors)
+  saved = safetensors_dir.TensorFolder(FOLDER)
+  hf_export.export_folder(hf_export.InMemory(*loaded), tmp_path / 'out', 'float32',
+                          shard_bytes=60_000)
+  back = safetensors_dir.TensorFolder(tmp_path / 'out')
+  assert set(back.infos) == set(saved.infos)
   assert len({info.file for info in back.infos.values()}) > 1
-  for name, value in tensors.items():
-    again = back.read(name)
-    assert (again.dtype, again.shape) == (value.dtype, value.shape)
-    assert again.tobytes() == value.tobytes(), name
+  for name in saved.infos:
+    old, new = saved.read(name), back.read(name)
+    assert (new.dtype, new.shape) == (old.dtype, old.shape)
+    assert new.tobytes() == old.tobytes(), name
+  assert HfSource(tmp_path / 'out').config == loaded[0]
 
 
-def test_the_saved_weights_are_those_of_the_seed(loaded):
-  want = grid.CHECKPOINT.tensors()
-  assert set(loaded[1]) == set(want)
-  assert all(np.array_equal(loaded[1][name], value) for name, value in want.items())
-
-
-def test_the_exported_config_reads_back(loaded):
-  config = loaded[0]
-  assert models.ModelConfig.from_hf(config.to_hf()) == config
+def test_the_saved_weights_are_those_of_the_seed():
+  saved, want = safetensors_dir.TensorFolder(FOLDER), grid.CHECKPOINT.tensors()
+  assert set(saved.infos) == set(want)
+  assert all(np.array_equal(saved.read(name), value) for name, value in want.items())
