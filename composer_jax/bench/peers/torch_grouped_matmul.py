@@ -13,15 +13,14 @@ on standard output:
 An error becomes {"error": TEXT}. The end of standard input ends it.
 """
 
-import json
-import sys
 import time
 
+import answering  # beside this script
 import numpy as np
 import torch
 
 
-class Peer:
+class Peer(answering.Answerer):
   """One problem at a time."""
 
   def __init__(self):
@@ -58,26 +57,6 @@ class Peer:
              dw=self.w.grad.numpy())
     return {}
 
-  def gemm(self, message):
-    """Times one product of square matrices."""
-    a = torch.ones(message['size'], message['size'])
-    start = time.perf_counter()
-    torch.mm(a, a)
-    return {'seconds': time.perf_counter() - start}
-
-
-def main():
-  """Answers one line after another."""
-  peer = Peer()
-  print(json.dumps({'torch': torch.__version__}), flush=True)
-  for line in sys.stdin:
-    message = json.loads(line)
-    try:
-      answer = getattr(peer, message['do'])(message)
-    except Exception as error:  # noqa: BLE001 - the other side prints it and stops
-      answer = {'error': f'{type(error).__name__}: {error}'}
-    print(json.dumps(answer), flush=True)
-
 
 if __name__ == '__main__':
-  main()
+  answering.serve(Peer(), {'torch': torch.__version__})

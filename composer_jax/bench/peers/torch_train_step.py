@@ -13,17 +13,16 @@ and answers each with one on standard output:
 An error becomes {"error": TEXT}. The end of standard input ends it.
 """
 
-import json
-import sys
 import time
 
+import answering  # beside this script
 import numpy as np
 import torch
 import transformers
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 
-class Peer:
+class Peer(answering.Answerer):
   """The model, its optimizer and the one batch."""
 
   def __init__(self):
@@ -70,30 +69,9 @@ class Peer:
     value = loss.item()
     return {'seconds': time.perf_counter() - start, 'loss': value}
 
-  def gemm(self, message):
-    """Times one product of square matrices."""
-    a = torch.ones(message['size'], message['size'])
-    start = time.perf_counter()
-    torch.mm(a, a)
-    return {'seconds': time.perf_counter() - start}
-
   def _forward(self):
     return self.model(input_ids=self.tokens, labels=self.tokens).loss
 
 
-def main():
-  """Answers one line after another."""
-  peer = Peer()
-  print(json.dumps({'torch': torch.__version__, 'transformers': transformers.__version__}),
-        flush=True)
-  for line in sys.stdin:
-    message = json.loads(line)
-    try:
-      answer = getattr(peer, message['do'])(message)
-    except Exception as error:  # noqa: BLE001 - the other side prints it and stops
-      answer = {'error': f'{type(error).__name__}: {error}'}
-    print(json.dumps(answer), flush=True)
-
-
 if __name__ == '__main__':
-  main()
+  answering.serve(Peer(), {'torch': torch.__version__, 'transformers': transformers.__version__})
