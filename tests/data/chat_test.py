@@ -25,19 +25,19 @@ def test_hand_written_vector(renderer):
   assert pad not in ids and doc not in ids
 
 
-def test_consecutive_results_and_a_trailing_result_are_context(renderer):
+def test_consecutive_results_and_a_trailing_result_are_context(renderer, cut_spans):
   ids, mask = _render(renderer, 'go', [('a', '1'), ('', ''), ('b', '2')])
-  spans = _spans(ids, mask)
+  spans = cut_spans(ids, mask)
   assert spans == [renderer.call('a'), [renderer.end_id], renderer.call('b')]
   assert ids[-len(renderer.result('2')):] == renderer.result('2') and not mask[-1]
 
 
-def test_trainable_tokens_are_exactly_call_texts_and_their_end(renderer):
+def test_trainable_tokens_are_exactly_call_texts_and_their_end(renderer, cut_spans):
   rng = random.Random(0)
   for _ in range(200):
     instruction, turns = _conversation(rng)
     ids, mask = _render(renderer, instruction, turns)
-    spans = _spans(ids, mask)
+    spans = cut_spans(ids, mask)
     assert spans == [renderer.call(call) for call, _ in turns]
     for span, (call, _) in zip(spans, turns, strict=True):
       assert span[-1] == renderer.end_id
@@ -90,14 +90,3 @@ def _conversation(rng):
   if rng.random() < 0.5:
     turns[-1] = (turns[-1][0], None)
   return text(), turns
-
-
-def _spans(ids, mask):
-  spans, previous = [], False
-  for token, on in zip(ids, mask, strict=True):
-    if on and not previous:
-      spans.append([])
-    if on:
-      spans[-1].append(token)
-    previous = on
-  return spans

@@ -1,4 +1,5 @@
 import base64
+import itertools
 import random
 
 import pytest
@@ -81,3 +82,12 @@ def kimi_folder(bare_bpe, tmp_path_factory):
 def kimi(kimi_folder):
   """Its tokenizer, with the special tokens of Kimi K2.5."""
   return tokenizer_lib.load(kimi_folder)
+
+
+@pytest.fixture(scope='session')
+def cut_spans():
+  """A function (ids, mask) -> the runs of ids where the mask is on."""
+  def cut(ids, mask):
+    runs = itertools.groupby(zip(ids, mask, strict=True), key=lambda pair: bool(pair[1]))
+    return [[token for token, _ in run] for on, run in runs if on]
+  return cut

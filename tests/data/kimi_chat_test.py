@@ -87,7 +87,7 @@ def test_what_the_prompt_opens_is_not_the_models(kimi, style, prompt, own):
 
 
 @pytest.mark.parametrize('style', STYLES)
-def test_append_only_and_owned_exactly(kimi, style):
+def test_append_only_and_owned_exactly(kimi, style, cut_spans):
   rng = random.Random(0)
   for _ in range(50):
     conversation = kimi_chat.Conversation(kimi_chat.KimiRenderer(kimi, style))
@@ -99,21 +99,10 @@ def test_append_only_and_owned_exactly(kimi, style):
       turns += [event] if event else []
     bodies = [conversation.renderer.call(content, reasoning, [(c.id, c.text) for c in calls])
               for (content, reasoning, _), calls in turns]
-    assert _spans(conversation.ids, conversation.trainable) == bodies
+    assert cut_spans(conversation.ids, conversation.trainable) == bodies
     assert len(conversation.ids) == len(conversation.trainable)
     made = [c.id for _, calls in turns for c in calls]
     assert [int(i.rpartition(':')[2]) for i in made] == list(range(len(made)))
-
-
-def _spans(ids, mask):
-  spans, previous = [], False
-  for token, on in zip(ids, mask, strict=True):
-    if on and not previous:
-      spans.append([])
-    if on:
-      spans[-1].append(token)
-    previous = on
-  return spans
 
 
 @pytest.mark.parametrize('style', STYLES)
@@ -137,7 +126,7 @@ def test_what_is_said_is_what_is_parsed(kimi, style):
             'k2_thinking': 2, 'k2_5': 1}.get(style, 0)
 
 
-def test_sampled_ids_stay_as_they_are(kimi):
+def test_sampled_ids_stay_as_they_are(kimi, cut_spans):
   renderer = kimi_chat.KimiRenderer(kimi)
   conversation = kimi_chat.Conversation(renderer)
   conversation.user('U')
@@ -148,7 +137,7 @@ def test_sampled_ids_stay_as_they_are(kimi):
   odd += [kimi.special('<|im_user|>'), kimi.special('</think>'), renderer.end_id]
   turn = conversation.sampled(odd)
   conversation.user('more')
-  assert _spans(conversation.ids, conversation.trainable) == [odd]
+  assert cut_spans(conversation.ids, conversation.trainable) == [odd]
   assert [p.kind for p in turn.problems] == ['unexpected_mark']
 
 
