@@ -82,7 +82,7 @@ def _load_checkpoint(folder: pathlib.Path, dtype: str, stage: str | None) -> Mod
     raise UserError(f'{folder}: is a checkpoint and has no stages')
   source = hf_import.open_checkpoint(folder)
   tokenizer = None
-  if any((folder / name).is_file() for name in tokenizer_lib.FILES):
+  if tokenizer_lib.find(folder):
     tokenizer = tokenizer_lib.load(folder)
     tokenizer_lib.check_vocabulary(tokenizer, source.config.vocab_size)
   return Model(source.config, hf_import.load(source, dtype=dtype), tokenizer,

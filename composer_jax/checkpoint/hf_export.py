@@ -12,7 +12,7 @@ import numpy as np
 
 from composer_jax.checkpoint import block_fp8, leaves, names, packed_int4, quantization
 from composer_jax.checkpoint.disk import disk_errors
-from composer_jax.checkpoint.hf_source import HfSource, Index, text_extras
+from composer_jax.checkpoint.hf_source import Advance, HfSource, Index, text_extras
 from composer_jax.checkpoint.safetensors_dir import TensorWriter
 from composer_jax.errors import UserError
 from composer_jax.models.config import ModelConfig
@@ -25,20 +25,22 @@ _CARRIED = ('tokenizer.json', 'tiktoken.model', 'tokenizer_config.json', 'specia
             'chat_template.jinja', 'generation_config.json', 'tokenization_kimi.py',
             'tool_declaration_ts.py')
 
-Advance = Callable[[int], None]
-
 
 class Reader(Protocol):
-  """What an export is made from: an import, a Hugging Face checkpoint, or `InMemory`."""
+  """What is exported or compared: an import, a Hugging Face checkpoint, or `InMemory`."""
 
   config: ModelConfig
   raw: Mapping[str, Any]
+  dtypes: Mapping[str, np.dtype]
 
   def read(self, leaf: str, index: Index) -> np.ndarray:
     """Returns part of one of our leaves."""
 
   def scale(self, entry: names.Entry) -> np.ndarray | None:
     """Returns the scales that a tensor had before, if any."""
+
+  def format(self, entry: names.Entry) -> str:
+    """Returns what a tensor is stored as: "fp8", "int4", or the name of its dtype."""
 
 
 class InMemory:
@@ -66,6 +68,10 @@ class InMemory:
   def read(self, leaf: str, index: Index) -> np.ndarray:
     """Returns part of a leaf."""
     return self._flat[leaf][index]
+
+  def format(self, entry: names.Entry) -> str:
+    """Returns the name of the dtype that a tensor has here."""
+    return str(self.dtypes[entry.leaf])
 
 
 def export_folder(source: Reader, target: str | Path, form: str, *, shard_bytes: int = 4 * 10**9,

@@ -8,7 +8,7 @@ and the files of config and tokenizer.
 import collections
 import functools
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from composer_jax.checkpoint import device_pieces, leaves, names
 from composer_jax.checkpoint.disk import disk_errors
-from composer_jax.checkpoint.hf_source import HfSource, Index
+from composer_jax.checkpoint.hf_source import Advance, HfSource, Index
 from composer_jax.checkpoint.native import SIDE, Leaf, ParamStore
 from composer_jax.config import as_dict, build
 from composer_jax.errors import UserError
@@ -30,9 +30,6 @@ DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(ml_dtypes.bfloat
 _CHUNK_BYTES = 2**26  # of what has no layer or expert axis: embedding and head
 _SHARDS = ('.safetensors', '.safetensors.index.json', '.bin', '.pt', '.pth', '.gguf')
 _KEPT_BYTES = 2**26  # largest file that is copied beside the parameters
-
-Advance = Callable[[int], None]
-
 
 class Imported:
   """An imported checkpoint: the parameter store and the files beside it.
@@ -78,11 +75,12 @@ class Imported:
     name = SIDE + entry.leaf
     if name not in self.store.leaves:
       return None
-    place = (*entry.index, entry.half or 0)
-    shape = self.store.leaves[name].shape
-    index = tuple(slice(i, i + 1) for i in place) + tuple(
-        slice(0, size) for size in shape[len(place):])
-    return self.store.read(name, index)[(0,) * len(place)]
+    index = _scale_index(entry, self.store.leaves[name])
+    return self.store.read(name, index)[(0,) * (len(entry.index) + 1)]
+
+  def format(self, entry: names.Entry) -> str:
+    """Returns the name of the dtype that a tensor has here."""
+    return str(self.dtypes[entry.leaf])
 
 
 def is_imported(folder: str | Path) -> bool:
@@ -169,9 +167,9 @@ def import_folder(source: HfSource, target: str | Path, dtype: str | None = None
 
 def store_leaves(source: HfSource, dtype: str | None = None) -> dict[str, Leaf]:
   """Returns what the store of a checkpoint holds: parameters, and scales as side arrays."""
-  stored = {}
+  stored, shapes = {}, names.shapes(source.config)
   for leaf, entries in names.by_leaf(source.config).items():
-    shape, first = names.shapes(source.config)[leaf].shape, entries[0]
+    shape, first = shapes[leaf].shape, entries[0]
     kind = source.dtypes[leaf]
     if dtype is not None and not leaf.endswith('selection_bias'):
       kind = DTYPES[dtype]
@@ -218,18 +216,22 @@ def _pieces(source: HfSource, stored: dict[str, Leaf]) -> Iterator[tuple[names.E
 def _write(store: ParamStore, source: HfSource, entry: names.Entry, place: Index) -> None:
   side = SIDE + entry.leaf
   if side in store.leaves:
-    leaf = store.leaves[side]
-    lead = (*entry.index, entry.half or 0)
-    index = tuple(slice(i, i + 1) for i in lead) + tuple(
-        slice(0, size) for size in leaf.shape[len(lead):])
+    index = _scale_index(entry, store.leaves[side])
     if not store.is_done(side, index):
       scale = source.scale(entry)
-      if scale.shape != leaf.shape[len(lead):]:
+      if scale.shape != store.leaves[side].shape[len(entry.index) + 1:]:
         raise UserError(f'{source.folder}: scales of {entry.key} have shape {list(scale.shape)}')
       store.write(side, index, scale.reshape([part.stop - part.start for part in index]))
   if not store.is_done(entry.leaf, place):
     value = source.read(entry.leaf, place).astype(store.leaves[entry.leaf].dtype, copy=False)
     store.write(entry.leaf, place, value)
+
+
+def _scale_index(entry: names.Entry, leaf: Leaf) -> Index:
+  """Returns where a tensor's scales lie in the side array `[layers, experts, halves, ...]`."""
+  place = (*entry.index, entry.half or 0)
+  return tuple(slice(i, i + 1) for i in place) + tuple(
+      slice(0, size) for size in leaf.shape[len(place):])
 
 
 def _nbytes(leaf: Leaf, place: Index) -> int:

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from composer_jax.models import hf_fields
 from composer_jax.models.config import ModelConfig
 
 Index = tuple[slice, ...]
+Advance = Callable[[int], None]  # is told what has been done since the last call
 
 _PLAIN = tuple(np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16))
 _SAMPLES, _SAMPLE_BYTES = 16, 2**14

@@ -78,6 +78,7 @@ class Entry:
     return (tensor.T if self.in_axes else tensor).reshape(self.part)
 
 
+@functools.cache
 def shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the shape of each of our leaves by its dotted name; nothing is allocated."""
   return leaves.flatten(jax.eval_shape(lambda: models.init(config, jax.random.key(0))))
@@ -122,9 +123,9 @@ def table(config: ModelConfig) -> tuple[Entry, ...]:
     scope, index = ('moe_layers', moe) if moe >= 0 else ('dense_layers', layer)
     block(f'model.layers.{layer}', scope, (index,))
   add('model.norm.weight', 'norm')
-  head = {'leaf': 'embed'} if config.tie_word_embeddings else {'leaf': 'head', 'in_axes': 1}
-  if not config.tie_word_embeddings:
-    add('lm_head.weight', **head)
+  head, in_axes = ('embed', 0) if config.tie_word_embeddings else ('head', 1)
+  if head == 'head':
+    add('lm_head.weight', head, in_axes=in_axes)
   if config.num_nextn_predict_layers:
     key = f'model.layers.{config.num_hidden_layers}'
     add(f'{key}.embed_tokens.weight', 'embed', copy=True)
@@ -133,7 +134,7 @@ def table(config: ModelConfig) -> tuple[Entry, ...]:
     add(f'{key}.eh_proj.weight', 'mtp.project', in_axes=1)
     block(key, 'mtp.block', ())
     add(f'{key}.shared_head.norm.weight', 'mtp.norm')
-    add(f'{key}.shared_head.head.weight', copy=True, **head)
+    add(f'{key}.shared_head.head.weight', head, in_axes=in_axes, copy=True)
   return tuple(entries)
 
 

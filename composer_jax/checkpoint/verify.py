@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import numpy as np
 from composer_jax import models
 from composer_jax.checkpoint import hf_import, names
 from composer_jax.checkpoint.hf_export import Reader
+from composer_jax.checkpoint.hf_source import Advance
 from composer_jax.errors import UserError
 
 # Largest difference of a weight over the largest weight of the tensor, by the coarser of the two
@@ -23,8 +23,6 @@ TENSOR_TOLERANCE = {'float32': 0.0, 'float16': 2.0**-11, 'bfloat16': 2.0**-8,
 LOGIT_TOLERANCE = {'float32': 1e-4, 'float16': 1e-2, 'bfloat16': 5e-2}
 _COARSE = ('float32', 'float16', 'bfloat16', 'fp8', 'int4')
 _ROWS, _LENGTH = 2, 64
-
-Advance = Callable[[int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +83,7 @@ def compare_logits(first: Reader, second: Reader) -> dict[str, float]:
   rng = np.random.default_rng(0)
   tokens = rng.integers(0, config.vocab_size, (_ROWS, _LENGTH)).astype(np.int32)
   run = jax.jit(lambda params: models.forward(config, params, tokens).logits)
-  one, other = (run(_float32(side)) for side in (first, second))
+  one, other = (run(hf_import.load(side, dtype='float32')) for side in (first, second))
   largest = jnp.abs(one).max()
   log_one, log_other = jax.nn.log_softmax(one), jax.nn.log_softmax(other)
   divergence = (jnp.exp(log_one) * (log_one - log_other)).sum(-1).mean()
@@ -116,7 +114,7 @@ def by_kind(results: list[TensorResult]) -> list[dict[str, Any]]:
 
 def _compare(entry: names.Entry, first: Reader, second: Reader, one: np.ndarray,
              other: np.ndarray) -> TensorResult:
-  formats = _format(first, entry), _format(second, entry)
+  formats = first.format(entry), second.format(entry)
   difference = float(np.abs(one - other).max()) if one.size else 0.0
   largest = float(np.abs(one).max()) if one.size else 0.0
   relative = difference / largest if largest else (0.0 if difference == 0 else np.inf)
@@ -126,15 +124,5 @@ def _compare(entry: names.Entry, first: Reader, second: Reader, one: np.ndarray,
                       equal or relative <= tolerance)
 
 
-def _format(side: Any, entry: names.Entry) -> str:
-  if hasattr(side, 'format'):
-    return side.format(entry)
-  return str(side.dtypes[entry.leaf])
-
-
 def _coarser(formats: tuple[str, str]) -> str:
   return max(formats, key=_COARSE.index)
-
-
-def _float32(side: Any) -> Mapping[str, Any]:
-  return hf_import.load(side, dtype='float32')

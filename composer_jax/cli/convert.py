@@ -137,7 +137,7 @@ def check_vocabulary(folder: Path, vocab_size: int) -> str:
     UserError: the tokenizer has ids beyond the model's vocabulary, or its files are damaged.
   """
   from composer_jax.data import tokenizer
-  if not any((folder / name).is_file() for name in tokenizer.FILES):
+  if not tokenizer.find(folder):
     return 'no tokenizer in the folder'
   return tokenizer.check_vocabulary(tokenizer.load(folder), vocab_size)
 

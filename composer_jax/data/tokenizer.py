@@ -13,9 +13,9 @@ from composer_jax.data.tokenizer_roles import SPECIAL_TOKENS
 from composer_jax.errors import UserError
 from composer_jax.files import read_json
 
-__all__ = ['FILES', 'SPECIAL_TOKENS', 'Tokenizer', 'check_vocabulary', 'load', 'train']
+__all__ = ['SPECIAL_TOKENS', 'Tokenizer', 'check_vocabulary', 'find', 'load', 'train']
 
-FILES = (tokenizer_tiktoken.FILE, tokenizer_bpe.FILE)  # a folder with one of them has a tokenizer
+_FILES = (tokenizer_tiktoken.FILE, tokenizer_bpe.FILE)  # a folder with one of them has a tokenizer
 _CONFIG = 'tokenizer_config.json'
 # What belongs to a published tokenizer beside its vocabulary. The programs among them are carried
 # along for other software and never run.
@@ -72,11 +72,16 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> str:
           f'{vocab_size - tokenizer.vocab_size} stay unused')
 
 
+def find(folder: pathlib.Path) -> pathlib.Path | None:
+  """Returns the file of a folder that `load` would read, None without one."""
+  return next((folder / name for name in _FILES if (folder / name).is_file()), None)
+
+
 def _file_in(folder: pathlib.Path) -> pathlib.Path:
   """Returns the tokenizer file of a folder."""
-  for name in FILES:
-    if (folder / name).is_file():
-      return folder / name
+  found = find(folder)
+  if found is not None:
+    return found
   for name in ('tokenizer.model', 'spiece.model', 'vocab.txt', 'vocab.json'):
     if (folder / name).is_file():
       raise UserError(f'{folder}: holds {name}, which cannot be read; save the tokenizer as a '

@@ -152,8 +152,7 @@ def forward(config: config_lib.ModelConfig, params: Params, tokens: Int[Array, '
   if mtp:
     mtp_hidden, mtp_mask, choice = mtp_lib.over_sequence(
         config, params, hidden, tokens, segment_ids, context)
-    for name in ('counts', *(choice.losses or ())):
-      last = choice.counts if name == 'counts' else choice.losses[name]
+    for name, last in ({'counts': choice.counts} | (choice.losses or {})).items():
       choices[name] = jnp.concatenate([choices[name], last[None]])
   router = router_lib.RouterOut(**choices)
   with_head = output == 'logits'

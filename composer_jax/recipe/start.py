@@ -40,15 +40,14 @@ def identity(recipe: Recipe) -> list[str]:
 
 def _check_tokenizer(recipe: Recipe) -> None:
   """The ids of a corpus mean nothing to a model that was trained with another tokenizer."""
-  for name in tokenizer.FILES:
-    theirs = pathlib.Path(recipe.start) / name
-    if not theirs.is_file():
-      continue
-    given = pathlib.Path(recipe.data.tokenizer) if recipe.data.tokenizer else None
-    ours = given / name if given is not None and given.is_dir() else given
-    if ours is None or not ours.is_file() or ours.read_bytes() != theirs.read_bytes():
-      raise UserError(f'config.data.tokenizer: is not the tokenizer of {recipe.start} ({name})')
+  theirs = tokenizer.find(pathlib.Path(recipe.start))
+  if theirs is None:
     return
+  given = pathlib.Path(recipe.data.tokenizer) if recipe.data.tokenizer else None
+  ours = given / theirs.name if given is not None and given.is_dir() else given
+  if ours is None or not ours.is_file() or ours.read_bytes() != theirs.read_bytes():
+    raise UserError(f'config.data.tokenizer: is not the tokenizer of {recipe.start} '
+                    f'({theirs.name})')
 
 
 def params(recipe: Recipe) -> dict[str, Any] | None:
