@@ -91,6 +91,18 @@ class TensorFolder:
     _read_into(info.file, start, array.reshape(-1).view(np.uint8), name)
     return array
 
+  def sample(self, name: str, size: int) -> bytes:
+    """Returns at most `size` bytes from the middle of a tensor; all of one that has no more.
+
+    Raises:
+      UserError: the file has changed or cannot be read.
+    """
+    info = self.infos[name]
+    size = min(size, info.nbytes)
+    piece = np.empty(size, np.uint8)
+    _read_into(info.file, info.start + (info.nbytes - size) // 2, piece, name)
+    return piece.tobytes()
+
   def _shards(self, placed: dict[str, str] | None) -> list[Path]:
     if placed is not None:
       files = [self.path / shard for shard in sorted(set(placed.values()))]

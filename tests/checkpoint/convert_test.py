@@ -232,6 +232,20 @@ def test_an_import_never_mixes_two_checkpoints(folders, tmp_path):
     hf_import.import_folder(HfSource(other), tmp_path / 'native')
 
 
+def test_the_identity_sees_every_tensor_and_no_division_into_files(folders, tmp_path):
+  plain = tensors()
+  before = HfSource(folders['none']).identity()
+  assert HfSource(save(tmp_path / 'one', plain, shard_bytes=10**9)).identity() == before
+  seen = {before}
+  for number, entry in enumerate(e for e in names.table(CONFIG) if e.in_axes == 0 and not e.copy):
+    changed = plain | {entry.key: plain[entry.key] + plain[entry.key].dtype.type(1)}
+    for copy in names.table(CONFIG):  # of the embedding
+      if copy.copy and copy.leaf == entry.leaf:
+        changed[copy.key] = changed[entry.key]
+    seen.add(HfSource(save(tmp_path / str(number), changed)).identity())
+  assert len(seen) == number + 2
+
+
 def test_int4_exports_declare_what_stays_plain():
   ignored = quantization.declare('int4')['ignore']
   for entry in names.table(CONFIG):
