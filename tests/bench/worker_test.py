@@ -71,8 +71,10 @@ def test_interpreters_that_do_not_do(tmp_path):
 def test_ctrl_c_and_kill_leave_no_peer(stub, tmp_path):
   """SIGINT to the parent alone (as the peer has its own session), and SIGKILL."""
   code = textwrap.dedent("""
+      import signal
       import sys
       from composer_jax.bench.worker import Worker
+      signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits none
       with Worker(sys.executable, sys.argv[1], threads=1) as worker:
         print(worker._process.pid, flush=True)
         if sys.argv[2] == 'busy':
@@ -85,7 +87,10 @@ def test_ctrl_c_and_kill_leave_no_peer(stub, tmp_path):
                               stderr=subprocess.DEVNULL)
     peer = psutil.Process(int(parent.stdout.readline()))
     os.kill(parent.pid, number)
-    parent.wait(timeout=90)
+    try:
+      parent.wait(timeout=90)
+    finally:
+      parent.kill()
     parent.stdin.close()
     parent.stdout.close()
     psutil.wait_procs([peer], timeout=90)
