@@ -1,6 +1,7 @@
 """Files that survive kills: replaced whole, or appended to line by line."""
 
 import contextlib
+import fcntl
 import glob
 import json
 import os
@@ -35,6 +36,50 @@ def replacing(path: str | os.PathLike, mode: Literal['w', 'wb'] = 'w') -> Iterat
     with contextlib.suppress(OSError):
       draft.unlink()
     raise
+
+
+def fsync_folder(path: str | os.PathLike) -> None:
+  """Waits until the names in a folder are on the disk.
+
+  Raises:
+    OSError: the disk refuses it.
+  """
+  descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+  try:
+    os.fsync(descriptor)
+  finally:
+    os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(path: str | os.PathLike, busy: str) -> Iterator[None]:
+  """Holds a lock file for this process; the kernel lets go of it however the process ends.
+
+  Args:
+    path: made, and removed at the end.
+    busy: what to say when another process holds it.
+
+  Raises:
+    UserError: another process holds it.
+    OSError: the file cannot be made.
+  """
+  descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+  try:
+    try:
+      fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      # The holder before may have removed the file between our open and our lock.
+      ours = os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except BlockingIOError:
+      ours = False
+    if not ours:
+      raise UserError(busy)
+    try:
+      yield
+    finally:
+      with contextlib.suppress(OSError):
+        os.unlink(path)
+  finally:
+    os.close(descriptor)
 
 
 def read_json(path: str | os.PathLike, *required: str) -> dict[str, Any]:

@@ -51,7 +51,8 @@ def decode(weight: Float[np.ndarray, 'N K'], scale_inv: Float[np.ndarray, 'R C']
 
 
 def encode(weight: Float[np.ndarray, 'N K'], scale_inv: Float[np.ndarray, 'R C'] | None = None, *,
-           name: str = 'weight') -> tuple[Float[np.ndarray, 'N K'], Float[np.ndarray, 'R C']]:
+           power_of_two: bool = False, name: str = 'weight'
+           ) -> tuple[Float[np.ndarray, 'N K'], Float[np.ndarray, 'R C']]:
   """Returns the float8_e4m3fn codes and their float32 scales.
 
   A fresh scale is absmax / 448 (1 for a block of zeros); quotients are rounded to nearest, ties to
@@ -61,6 +62,8 @@ def encode(weight: Float[np.ndarray, 'N K'], scale_inv: Float[np.ndarray, 'R C']
     weight: any float dtype.
     scale_inv: what the weights were stored with before. A block keeps its own where `fits` says so,
       the others get a fresh one; blocks that were not trained therefore come back byte for byte.
+    power_of_two: fresh scales are rounded up to a power of two, as DeepSeek-V3.1's are
+      (`scale_fmt` "ue8m0").
     name: of the tensor, for messages.
 
   Raises:
@@ -70,6 +73,8 @@ def encode(weight: Float[np.ndarray, 'N K'], scale_inv: Float[np.ndarray, 'R C']
   if not np.isfinite(largest).all():  # the maximum of a block with a NaN is NaN
     raise UserError(f'{name}: holds weights that are not finite')
   used = np.where(largest == 0, np.float32(1), np.clip(largest / _LARGEST, _TINY, _SCALE_MAX))
+  if power_of_two:
+    used = _power_above(used)
   if scale_inv is not None:
     used = np.where(_kept(largest, scale_inv), scale_inv, used)
   codes = np.empty(weight.shape, FP8)
@@ -94,6 +99,13 @@ def fits(weight: Float[np.ndarray, 'N K'], scale_inv: Float[np.ndarray, 'R C'], 
   """
   _check_scale(weight.shape, scale_inv, name)
   return _kept(_block_absmax(weight, name), scale_inv)
+
+
+def _power_above(scale: np.ndarray) -> np.ndarray:
+  """Returns the smallest powers of two that are not below the scales, or the format's largest."""
+  fraction, exponent = np.frexp(scale)  # the fraction is in [0.5, 1)
+  largest = int(np.frexp(_SCALE_MAX)[1]) - 1
+  return np.ldexp(np.float32(1), np.minimum(exponent - (fraction == 0.5), largest))
 
 
 def _kept(largest: np.ndarray, scale_inv: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """From our parameters to a Hugging Face checkpoint in bfloat16, float32, block FP8 or INT4."""
 
+import contextlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,15 +10,26 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from composer_jax.checkpoint import block_fp8, leaves, names, packed_int4, quantization
+from composer_jax.checkpoint import (
+  block_fp8,
+  leaves,
+  names,
+  packed_int4,
+  quantization,
+  target_folder,
+)
 from composer_jax.checkpoint.disk import disk_errors
+from composer_jax.checkpoint.hf_import import copy_file, finite_cast
 from composer_jax.checkpoint.hf_source import Advance, HfSource, Index, text_extras
 from composer_jax.checkpoint.safetensors_dir import TensorWriter
+from composer_jax.checkpoint.safetensors_format import INDEX
 from composer_jax.errors import UserError
+from composer_jax.files import fsync_folder, replacing
 from composer_jax.models.config import ModelConfig
 
 FORMATS = ('bfloat16', 'float32', 'fp8', 'int4')
 _BFLOAT16, _FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+_DRAFT, _LAST = '.draft', 'config.json'
 _ROW_BYTES = 2**27  # tensors above this are written some rows at a time
 # Tokenizer and template files, and the programs that belong to Kimi's (never run here).
 _CARRIED = ('tokenizer.json', 'tiktoken.model', 'tokenizer_config.json', 'special_tokens_map.json',
@@ -83,7 +94,8 @@ def export_folder(source: Reader, target: str | Path, form: str, *, shard_bytes:
 
   Args:
     source: what to write.
-    target: appears complete or not at all; must not exist, or be empty.
+    target: must not exist, or be empty. It gets its `config.json` last, so it is a checkpoint only
+      when it is whole; what a kill left there goes with the next export.
     form: "bfloat16", "float32", "fp8" (linear maps in blocks of 128 x 128) or "int4" (routed
       experts in groups of 32, the rest bfloat16).
     shard_bytes: largest shard.
@@ -97,38 +109,36 @@ def export_folder(source: Reader, target: str | Path, form: str, *, shard_bytes:
   target = Path(target)
   if form not in FORMATS:
     raise UserError(f'--format={form}: can be {", ".join(FORMATS)}')
-  if target.exists() and (not target.is_dir() or any(target.iterdir())):
-    raise UserError(f'{target}: is not empty; choose another folder')
+  check_target(target)
   if isinstance(source, HfSource):
     source.check_copies()
-  draft = target.with_name(f'.{target.name}.draft')
-  with disk_errors(str(target)):
-    if draft.exists():
-      shutil.rmtree(draft)
-    draft.mkdir(parents=True)
-  try:
+  with target_folder.held(target), _draft(target) as draft:
+    power_of_two = _power_of_two(source)
     with TensorWriter(draft, plan(source.config, form), shard_bytes, {'format': 'pt'}) as writer:
       for entry in names.table(source.config):
-        _write(writer, source, entry, form)
+        _write(writer, source, entry, form, power_of_two)
         advance(tensor_bytes(entry, form))
+    if files is not None:
+      for name in _CARRIED:
+        if (Path(files) / name).is_file():
+          copy_file(Path(files) / name, draft / name)
     with disk_errors(str(target)):
-      if files is not None:
-        _copy_files(Path(files), draft)
-      text = json.dumps(config_json(source, form), indent=2) + '\n'
-      (draft / 'config.json').write_text(text)
-      if target.exists():
-        target.rmdir()
-      os.replace(draft, target)
-  except BaseException:
-    shutil.rmtree(draft, ignore_errors=True)
-    raise
+      with replacing(draft / _LAST) as stream:
+        stream.write(json.dumps(config_json(source, form), indent=2) + '\n')
+      _publish(draft, target)
+
+
+def check_target(target: Path) -> None:
+  """Raises UserError when an export cannot go to a folder."""
+  cut_short = (target / _DRAFT).is_dir() and not (target / _LAST).exists()
+  target_folder.check(target, lambda name: cut_short and _is_product(name))
 
 
 def config_json(source: Reader, form: str) -> dict[str, Any]:
   """Returns the `config.json` of an export: that of the text model, in DeepSeek-V3's form."""
   out = source.config.to_hf() | text_extras(source.raw)
   out['torch_dtype'] = 'float32' if form == 'float32' else 'bfloat16'
-  declared = quantization.declare(form)
+  declared = quantization.declare(form, _power_of_two(source))
   return out | ({'quantization_config': declared} if declared else {})
 
 
@@ -164,21 +174,51 @@ def _plain_dtype(entry: names.Entry, form: str) -> np.dtype:
   return _FLOAT32 if form == 'float32' or bias else _BFLOAT16
 
 
-def _write(writer: TensorWriter, source: Reader, entry: names.Entry, form: str) -> None:
+def _power_of_two(source: Reader) -> bool:
+  return quantization.parse(quantization.find(source.raw), 'config.json').power_of_two
+
+
+def _is_product(name: str) -> bool:
+  return name in (_DRAFT, INDEX, *_CARRIED) or name.endswith('.safetensors')
+
+
+@contextlib.contextmanager
+def _draft(target: Path) -> Iterator[Path]:
+  """Gives an empty folder inside the target, on the same file system; it is gone afterwards."""
+  check_target(target)  # again, now that the folder is held
+  draft = target / _DRAFT
+  with disk_errors(str(target)):
+    for path in target.iterdir() if draft.exists() else ():
+      if path != draft and _is_product(path.name):  # published by a process killed just then
+        path.unlink()
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+  try:
+    yield draft
+  finally:
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def _publish(draft: Path, target: Path) -> None:
+  for path in sorted(draft.iterdir(), key=lambda path: path.name == _LAST):
+    if path.name == _LAST:
+      fsync_folder(target)
+    path.replace(target / path.name)
+  fsync_folder(target)
+
+
+def _write(writer: TensorWriter, source: Reader, entry: names.Entry, form: str,
+           power_of_two: bool) -> None:
   if not quantization.is_quantized(entry.key, form):
     dtype = _plain_dtype(entry, form)
     for value in _rows(source, entry):
-      with np.errstate(over='ignore'):
-        cast = value.astype(dtype)
-      if not np.isfinite(cast).all():
-        raise UserError(f'{entry.key}: holds weights that are not finite in {dtype}')
-      writer.write_rows(entry.key, np.ascontiguousarray(cast))
+      writer.write_rows(entry.key, finite_cast(value, dtype, entry.key))
     return
   value = entry.to_hf(source.read(entry.leaf, entry.place)).astype(np.float32)
   scale = source.scale(entry)
   if form == 'fp8':
     scale = scale if scale is not None and scale.dtype == np.float32 else None
-    weight, scale = block_fp8.encode(value, scale, name=entry.key)
+    weight, scale = block_fp8.encode(value, scale, power_of_two=power_of_two, name=entry.key)
     writer.write(entry.key, weight)
     writer.write(f'{entry.key}_scale_inv', scale)
     return
@@ -204,9 +244,3 @@ def _rows(source: Reader, entry: names.Entry) -> Iterator[np.ndarray]:
     place[axis] = slice(first, min(first + step, place[axis].stop))
     value = source.read(entry.leaf, tuple(place))[(0,) * len(entry.index)]
     yield value.T if entry.in_axes else value
-
-
-def _copy_files(source: Path, target: Path) -> None:
-  for name in _CARRIED:
-    if (source / name).is_file():
-      shutil.copyfile(source / name, target / name)

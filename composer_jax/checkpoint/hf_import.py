@@ -7,7 +7,6 @@ and the files of config and tokenizer.
 
 import collections
 import functools
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,14 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from composer_jax.checkpoint import device_pieces, leaves, names
+from composer_jax.checkpoint import device_pieces, leaves, names, target_folder
 from composer_jax.checkpoint.disk import disk_errors
 from composer_jax.checkpoint.hf_source import Advance, HfSource, Index
 from composer_jax.checkpoint.native import SIDE, Leaf, ParamStore
+from composer_jax.checkpoint.safetensors_format import unreadable
 from composer_jax.config import as_dict, build
 from composer_jax.errors import UserError
-from composer_jax.files import read_json
+from composer_jax.files import read_json, replacing
 from composer_jax.models.config import ModelConfig
 
 STORE = 'params'
@@ -148,21 +148,28 @@ def import_folder(source: HfSource, target: str | Path, dtype: str | None = None
     InfrastructureError: the disk is full.
   """
   target = Path(target)
-  if not is_imported(target) and target.exists() and any(
-      not path.name.startswith('.') for path in target.iterdir()):
-    raise UserError(f'{target}: is not empty; choose another folder')
+  check_target(target)
   source.check_copies()
   stored = store_leaves(source, dtype)
   meta = {'source': source.identity(), 'model': as_dict(source.config),
           'quantization': source.quantization, 'skipped': source.skipped}
-  store = ParamStore.create(target / STORE, stored, meta)
-  if not store.complete:
-    _copy_files(source.folder, target)
-    for entry, place in _pieces(source, stored):
-      _write(store, source, entry, place)
-      advance(_nbytes(stored[entry.leaf], place))
-    store.finish()
-  return Imported(target)
+  with target_folder.held(target):
+    store = ParamStore.create(target / STORE, stored, meta)
+    if store.complete:
+      advance(total_bytes(stored))
+    else:
+      _copy_files(source.folder, target)
+      for entry, place in _pieces(source, stored):
+        _write(store, source, entry, place)
+        advance(_nbytes(stored[entry.leaf], place))
+      store.finish()
+    return Imported(target)
+
+
+def check_target(target: Path) -> None:
+  """Raises UserError when an import cannot go to, or go on in, a folder."""
+  target_folder.check(target, lambda name: is_imported(target) or name == STORE
+                      or name.startswith('.'))
 
 
 def store_leaves(source: HfSource, dtype: str | None = None) -> dict[str, Leaf]:
@@ -223,8 +230,21 @@ def _write(store: ParamStore, source: HfSource, entry: names.Entry, place: Index
         raise UserError(f'{source.folder}: scales of {entry.key} have shape {list(scale.shape)}')
       store.write(side, index, scale.reshape([part.stop - part.start for part in index]))
   if not store.is_done(entry.leaf, place):
-    value = source.read(entry.leaf, place).astype(store.leaves[entry.leaf].dtype, copy=False)
-    store.write(entry.leaf, place, value)
+    dtype = store.leaves[entry.leaf].dtype
+    store.write(entry.leaf, place, finite_cast(source.read(entry.leaf, place), dtype, entry.key))
+
+
+def finite_cast(value: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+  """Returns weights in another dtype.
+
+  Raises:
+    UserError: one is not finite there.
+  """
+  with np.errstate(over='ignore'):
+    cast = value.astype(dtype, copy=False)
+  if not np.isfinite(cast).all():
+    raise UserError(f'{name}: holds weights that are not finite in {dtype}')
+  return cast
 
 
 def _scale_index(entry: names.Entry, leaf: Leaf) -> Index:
@@ -240,11 +260,23 @@ def _nbytes(leaf: Leaf, place: Index) -> int:
 
 def _copy_files(source: Path, target: Path) -> None:
   """Copies config, tokenizer and template files, so that an export has them."""
-  with disk_errors(str(target)):
-    for path in sorted(source.iterdir()):
-      if (path.is_file() and not path.name.startswith('.') and not path.name.endswith(_SHARDS)
-          and path.stat().st_size <= _KEPT_BYTES):
-        shutil.copyfile(path, target / path.name)
+  for path in sorted(source.iterdir()):
+    if (path.is_file() and not path.name.startswith('.') and not path.name.endswith(_SHARDS)
+        and path.stat().st_size <= _KEPT_BYTES):
+      copy_file(path, target / path.name)
+
+
+def copy_file(source: Path, target: Path) -> None:
+  """Copies a small file; the copy is there whole or not at all.
+
+  Raises:
+    UserError: the source cannot be read.
+    InfrastructureError: the target cannot be written.
+  """
+  with unreadable(source):
+    content = source.read_bytes()
+  with disk_errors(str(target)), replacing(target, 'wb') as stream:
+    stream.write(content)
 
 
 def formats(source: HfSource) -> dict[str, int]:

@@ -64,9 +64,8 @@ class HfSource:
       raise UserError(f'{self.folder}: holds no config.json')
     self.raw = read_json(path)
     self.config = ModelConfig.from_hf(self.raw, str(path))
-    text = hf_fields.text_config(self.raw, str(path))
-    declared = text.get('quantization_config') or self.raw.get('quantization_config')
-    self.quantization = quantization.parse(declared, str(path))
+    self._declared = quantization.parse(quantization.find(self.raw), str(path))
+    self.quantization = self._declared.form
     self._tensors = TensorFolder(self.folder)
     self.largest_file_bytes = self._tensors.largest_file_bytes
     self.total_bytes = sum(info.nbytes for info in self._tensors.infos.values())
@@ -188,6 +187,7 @@ class HfSource:
         if not scale or not shape:
           raise UserError(f'{self.folder}: {packed.packed} has no {packed.scale} or no '
                           f'{packed.shape}')
+        self._declared.check_packed(entry.key, str(self.folder / 'config.json'))
         self._check_packed_shape(entry, shape)
         stored[entry.key] = _Stored('int4', weight, scale)
     # with quantised ones under their plain names, the message is about what is really missing
@@ -197,7 +197,10 @@ class HfSource:
     return stored
 
   def _check_packed_shape(self, entry: names.Entry, shape: str) -> None:
-    told = tuple(int(size) for size in self._tensors.read(shape).reshape(-1))
+    if self._tensors.infos[shape].shape != (2,):
+      raise UserError(f'{self.folder}: {shape} has shape {list(self._tensors.infos[shape].shape)}, '
+                      'must have two numbers')
+    told = tuple(int(size) for size in self._tensors.read(shape))
     if told != entry.shape:
       raise UserError(f'{self.folder}: {shape} says {list(told)}, the config needs '
                       f'{list(entry.shape)}')

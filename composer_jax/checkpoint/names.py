@@ -169,8 +169,8 @@ def from_hf(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str,
   """Returns parameters from the tensors of a checkpoint, in memory; the inverse of `to_hf`.
 
   Raises:
-    UserError: tensors that are missing, that nothing reads, or of another shape; copies of
-      embedding or head that differ from the main ones.
+    UserError: tensors that are missing, that nothing reads, or of another shape; several dtypes in
+      one leaf; copies of embedding or head that differ from the main ones.
   """
   check_keys(config, tensors, 'tensors')
   flat: dict[str, np.ndarray] = {}
@@ -186,6 +186,10 @@ def from_hf(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str,
       flat[entry.leaf] = np.empty(sizes[entry.leaf].shape, tensor.dtype)
     if entry.copy:
       check_copy(entry, tensor, entry.to_hf(flat[entry.leaf]))
+      continue
+    if tensor.dtype != flat[entry.leaf].dtype:
+      raise UserError(f'{entry.key}: is {tensor.dtype}, other parts of {entry.leaf} are '
+                      f'{flat[entry.leaf].dtype}')
     flat[entry.leaf][entry.place] = entry.to_ours(tensor).reshape(
         [part.stop - part.start for part in entry.place])
   return leaves.nest(flat)
@@ -193,7 +197,7 @@ def from_hf(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str,
 
 def check_copy(entry: Entry, tensor: np.ndarray, main: np.ndarray) -> None:
   """Raises UserError when the MTP layer's copy of embedding or head is not the main one."""
-  if tensor.tobytes() != np.ascontiguousarray(main).tobytes():
+  if not np.array_equal(tensor.astype(np.float32), main.astype(np.float32)):
     raise UserError(f'{entry.key}: differs from the main model\'s {entry.leaf}, which it shares')
 
 

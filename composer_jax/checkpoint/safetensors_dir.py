@@ -27,7 +27,7 @@ from composer_jax.checkpoint.safetensors_format import (
   unreadable,
 )
 from composer_jax.errors import UserError
-from composer_jax.files import replacing
+from composer_jax.files import fsync_folder, replacing
 
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 _NUMBERED = re.compile(r'-(\d+)-of-(\d+)\.safetensors$')
@@ -263,11 +263,7 @@ class TensorWriter:
                   for name, *_ in shard}
         with replacing(self.folder / INDEX) as stream:
           json.dump({'metadata': {'total_size': total}, 'weight_map': placed}, stream, indent=2)
-      descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-      try:
-        os.fsync(descriptor)  # the names
-      finally:
-        os.close(descriptor)
+      fsync_folder(self.folder)
 
   def _name(self, number: int) -> str:
     count = len(self._shards)

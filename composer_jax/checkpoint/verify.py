@@ -9,17 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax import models
-from composer_jax.checkpoint import hf_import, names
+from composer_jax.checkpoint import block_fp8, hf_import, names, packed_int4
 from composer_jax.checkpoint.hf_export import Reader
 from composer_jax.checkpoint.hf_source import Advance
 from composer_jax.errors import UserError
 
-# Largest difference of a weight over the largest weight of the tensor, by the coarser of the two
-# formats: half a unit in the last place of the largest value, and what bfloat16 adds to it.
-TENSOR_TOLERANCE = {'float32': 0.0, 'float16': 2.0**-11, 'bfloat16': 2.0**-8,
-                    'fp8': 2.0**-4 + 2.0**-8, 'int4': 1 / 14 + 2.0**-7}
-# Largest difference of a logit over the largest logit. Quantised weights are another model: shown,
-# not judged.
+# Half a unit in the last place, over the value. A weight that is stored in a coarser format may be
+# off by that much, and by nothing else.
+_HALF_ULP = {'float32': 2.0**-24, 'float16': 2.0**-11, 'bfloat16': 2.0**-8, 'fp8': 2.0**-4}
+_SUBNORMAL = {'float32': 2.0**-150, 'float16': 2.0**-25, 'bfloat16': 2.0**-134}  # half a step
+# Of quantised weights: how far all of a tensor may shrink or grow together. Rounding errors do not
+# add up so; saturation of each INT4 group's largest weight (7.5 steps to 7) takes a percent.
+_LARGEST_GAIN = {'fp8': 0.01, 'int4': 0.03}
+# Largest difference of a logit over the largest logit, by the coarsest format among the tensors
+# that differ. Quantised weights are another model: shown, not judged.
 LOGIT_TOLERANCE = {'float32': 1e-4, 'float16': 1e-2, 'bfloat16': 5e-2}
 _COARSE = ('float32', 'float16', 'bfloat16', 'fp8', 'int4')
 _ROWS, _LENGTH = 2, 64
@@ -34,8 +37,8 @@ class TensorResult:
     formats: what it is stored as on both sides.
     equal: the values are equal bit for bit.
     max_abs: largest difference.
-    max_rel: that over the largest value of the first side.
-    ok: within the tolerance of the coarser format.
+    max_rel: that over the largest value of either side.
+    ok: equal, or stored in two formats and no further apart than rounding to them explains.
   """
 
   name: str
@@ -56,11 +59,9 @@ def compare_tensors(first: Reader, second: Reader, advance: Advance = lambda siz
   check_same_shape(first, second)
   results = []
   for entry in names.table(first.config):
-    if entry.copy:
-      continue
-    values = [side.read(entry.leaf, entry.place).astype(np.float32) for side in (first, second)]
-    results.append(_compare(entry, first, second, *values))
-    advance(1)
+    if not entry.copy:
+      results.append(_compare(entry, first, second))
+      advance(1)
   return results
 
 
@@ -76,25 +77,38 @@ def compare_logits(first: Reader, second: Reader) -> dict[str, float]:
   """Returns how far the logits of the two are apart on fixed random tokens, in float32.
 
   Returns:
-    `max_rel` (largest difference over the largest logit of the first), `argmax_agreement` (share
+    `max_rel` (largest difference over the largest logit of either), `argmax_agreement` (share
     of positions), `kl_nats` (mean divergence of the second from the first), `tokens`.
+
+  Raises:
+    UserError: logits are not finite.
   """
   config = first.config
   rng = np.random.default_rng(0)
   tokens = rng.integers(0, config.vocab_size, (_ROWS, _LENGTH)).astype(np.int32)
   run = jax.jit(lambda params: models.forward(config, params, tokens).logits)
   one, other = (run(hf_import.load(side, dtype='float32')) for side in (first, second))
-  largest = jnp.abs(one).max()
+  largest = float(jnp.maximum(jnp.abs(one).max(), jnp.abs(other).max()))
+  if not np.isfinite(largest):
+    raise UserError('the logits are not finite: the weights are too large for float32')
   log_one, log_other = jax.nn.log_softmax(one), jax.nn.log_softmax(other)
   divergence = (jnp.exp(log_one) * (log_one - log_other)).sum(-1).mean()
-  return {'max_rel': float(jnp.abs(one - other).max() / largest),
+  return {'max_rel': _over(float(jnp.abs(one - other).max()), largest),
           'argmax_agreement': float((one.argmax(-1) == other.argmax(-1)).mean()),
           'kl_nats': float(divergence), 'tokens': tokens.size}
 
 
-def coarsest(results: list[TensorResult]) -> str:
-  """Returns the coarsest format among all tensors of both sides."""
-  return max((_coarser(result.formats) for result in results), key=_COARSE.index)
+def logit_tolerance(results: list[TensorResult]) -> tuple[str, float | None]:
+  """Returns the coarsest format among the tensors that differ, and what it allows the logits.
+
+  Returns:
+    "equal" and 0 when no tensor differs; None where a difference cannot be judged.
+  """
+  changed = [_coarser(result.formats) for result in results if not result.equal]
+  if not changed:
+    return 'equal', 0.0
+  coarse = max(changed, key=_COARSE.index)
+  return coarse, LOGIT_TOLERANCE.get(coarse)
 
 
 def by_kind(results: list[TensorResult]) -> list[dict[str, Any]]:
@@ -112,16 +126,46 @@ def by_kind(results: list[TensorResult]) -> list[dict[str, Any]]:
   return sorted(rows.values(), key=lambda row: (row['ok'], -row['max_rel']))
 
 
-def _compare(entry: names.Entry, first: Reader, second: Reader, one: np.ndarray,
-             other: np.ndarray) -> TensorResult:
+def _compare(entry: names.Entry, first: Reader, second: Reader) -> TensorResult:
+  sides = first, second
+  one, other = (entry.to_hf(side.read(entry.leaf, entry.place)).astype(np.float32)
+                for side in sides)
   formats = first.format(entry), second.format(entry)
-  difference = float(np.abs(one - other).max()) if one.size else 0.0
-  largest = float(np.abs(one).max()) if one.size else 0.0
-  relative = difference / largest if largest else (0.0 if difference == 0 else np.inf)
+  difference = np.abs(one - other)
+  largest = float(max(np.abs(one).max(), np.abs(other).max()))
   equal = one.tobytes() == other.tobytes()
-  tolerance = 0.0 if formats[0] == formats[1] else TENSOR_TOLERANCE[_coarser(formats)]
-  return TensorResult(entry.key, formats, equal, difference, relative,
-                      equal or relative <= tolerance)
+  ok = equal or formats[0] != formats[1] and bool(
+      (difference <= _rounding(entry, sides, np.maximum(np.abs(one), np.abs(other)))).all()
+      and _gain(one, other) <= _LARGEST_GAIN.get(_coarser(formats), np.inf))
+  return TensorResult(entry.key, formats, equal, float(difference.max()),
+                      _over(float(difference.max()), largest), ok)
+
+
+def _rounding(entry: names.Entry, sides: tuple[Reader, Reader], size: np.ndarray) -> np.ndarray:
+  """Returns how far weights `[out, in]` may be apart that were rounded to both sides' formats."""
+  formats = {side.format(entry): side for side in sides}
+  # A quantised weight is read as bfloat16.
+  plain = {'bfloat16' if name in ('fp8', 'int4') else name for name in formats}
+  bound = sum(_HALF_ULP[name] * size + _SUBNORMAL[name] for name in sorted(plain))
+  if 'int4' in formats:  # half a step; 7.5 saturates to 7, and scales are rounded to bfloat16
+    scale = np.abs(formats['int4'].scale(entry).astype(np.float32))
+    bound += np.repeat(scale * (0.5 + 8 * _HALF_ULP['bfloat16']), packed_int4.GROUP, axis=-1)
+  if 'fp8' in formats:  # half a unit in the last place, half a step of subnormal codes
+    scale = np.abs(formats['fp8'].scale(entry))
+    for axis, length in enumerate(size.shape):
+      scale = np.repeat(scale, block_fp8.BLOCK, axis=axis).take(range(length), axis=axis)
+    bound += np.maximum(_HALF_ULP['fp8'] * size, scale * 2.0**-10)
+  return bound
+
+
+def _gain(one: np.ndarray, other: np.ndarray) -> float:
+  """Returns how far the best factor between the two is from 1."""
+  energy = np.vdot(one, one)
+  return abs(float(np.vdot(one, other) / energy) - 1) if energy else 0.0
+
+
+def _over(difference: float, largest: float) -> float:
+  return difference / largest if largest else 0.0
 
 
 def _coarser(formats: tuple[str, str]) -> str:

@@ -9,6 +9,11 @@ from composer_jax.cli import arguments
 from composer_jax.errors import NumericsError, UserError
 from composer_jax.progress import progress
 
+# The flags that an action has, beside --from and --to.
+_FLAGS = {'import': ('dtype', 'dry_run', 'json'),
+          'export': ('format', 'stage', 'scales_from', 'shard_gb', 'dry_run', 'json'),
+          'verify': ('stage', 'logits', 'all', 'json')}
+_LARGEST_GB = 1e6
 HELP = """
 usage: composer-jax convert import --from=DIR --to=DIR [--dtype=float32|bfloat16]
        composer-jax convert export --from=DIR --to=DIR [--format=bfloat16|float32|fp8|int4]
@@ -50,6 +55,7 @@ def define_flags(flag_values: flags.FlagValues) -> None:
 def main(args: arguments.Arguments) -> None:
   """Runs the verb."""
   args.no_config()
+  _only_own_flags(args)
   args.action({'import': import_, 'export': export, 'verify': verify})(args)
 
 
@@ -60,17 +66,17 @@ def import_(args: arguments.Arguments) -> None:
   if args.flags.dtype not in (None, *hf_import.DTYPES):
     raise UserError(f'--dtype={args.flags.dtype}: can be {", ".join(hf_import.DTYPES)}')
   source, target = HfSource(_from(args)), _to(args)
+  hf_import.check_target(target)
   note = check_vocabulary(source.folder, source.config.vocab_size)
   size = hf_import.total_bytes(hf_import.store_leaves(source, args.flags.dtype))
   facts = {'source_gb': source.total_bytes / 1e9, 'parameters_gb': size / 1e9,
            'formats': hf_import.formats(source), 'skipped': source.skipped, 'vocabulary': note}
   _print(facts)
+  if not args.flags.dry_run:
+    with progress(size, 'import, bytes') as bar:
+      hf_import.import_folder(source, target, args.flags.dtype, bar.update)
+    print(target)
   args.write_json(facts)
-  if args.flags.dry_run:
-    return
-  with progress(size, 'import, bytes') as bar:
-    hf_import.import_folder(source, target, args.flags.dtype, bar.update)
-  print(target)
 
 
 def export(args: arguments.Arguments) -> None:
@@ -79,19 +85,22 @@ def export(args: arguments.Arguments) -> None:
   form = args.flags.format
   if form not in hf_export.FORMATS:
     raise UserError(f'--format={form}: can be {", ".join(hf_export.FORMATS)}')
+  shard_gb = args.flags.shard_gb
+  if not shard_gb < _LARGEST_GB:
+    raise UserError(f'--shard_gb={shard_gb}: must be below {_LARGEST_GB:g}')
   source, files = _open(_from(args), args.flags.stage, args.flags.scales_from)
   target = _to(args)
+  hf_export.check_target(target)
   size = sum(hf_export.tensor_bytes(entry, form) for entry in names.table(source.config))
   facts = {'format': form, 'tensors': len(hf_export.plan(source.config, form)),
            'parameters_gb': size / 1e9}
   _print(facts)
+  if not args.flags.dry_run:
+    with progress(size, 'export, bytes') as bar:
+      hf_export.export_folder(source, target, form, files=files, advance=bar.update,
+                              shard_bytes=int(shard_gb * 1e9))
+    print(target)
   args.write_json(facts)
-  if args.flags.dry_run:
-    return
-  with progress(size, 'export, bytes') as bar:
-    hf_export.export_folder(source, target, form, files=files, advance=bar.update,
-                            shard_bytes=int(args.flags.shard_gb * 1e9))
-  print(target)
 
 
 def verify(args: arguments.Arguments) -> None:
@@ -110,15 +119,14 @@ def verify(args: arguments.Arguments) -> None:
   else:
     shown = rows
   _print_table(shown)
-  coarse = verify_lib.coarsest(results)
-  tolerance = verify_lib.LOGIT_TOLERANCE.get(coarse)
+  coarse, tolerance = verify_lib.logit_tolerance(results)
   logits = verify_lib.compare_logits(first, second) if args.flags.logits else None
   bad = [r.name for r in results if not r.ok]
   far = logits is not None and tolerance is not None and not logits['max_rel'] <= tolerance
   equal = sum(r.equal for r in results)
   print(f'tensors: {len(results)}, bit-equal {equal}, outside tolerance {len(bad)}')
   if logits:
-    judged = f'tolerance {tolerance:g}' if tolerance else f'not judged ({coarse})'
+    judged = f'not judged ({coarse})' if tolerance is None else f'tolerance {tolerance:g}'
     print(f'logits of {logits["tokens"]} positions: largest difference {logits["max_rel"]:.2e} of '
           f'the largest logit ({judged}), same best token {logits["argmax_agreement"]:.4f}, '
           f'KL {logits["kl_nats"]:.2e} nats')
@@ -142,6 +150,14 @@ def check_vocabulary(folder: Path, vocab_size: int) -> str:
   return tokenizer.check_vocabulary(tokenizer.load(folder), vocab_size)
 
 
+def _only_own_flags(args: arguments.Arguments) -> None:
+  """Refuses a flag that the action would not look at."""
+  action = args.words[0] if args.words else None
+  for name in sorted({flag for own in _FLAGS.values() for flag in own}):
+    if action in _FLAGS and args.flags[name].present and name not in _FLAGS[action]:
+      raise UserError(f'convert {action}: has no --{name}')
+
+
 def _from(args: arguments.Arguments) -> Path:
   if not getattr(args.flags, 'from'):
     raise UserError('convert: --from=DIR is missing')
@@ -160,16 +176,26 @@ def _to(args: arguments.Arguments) -> Path:
 def _open(folder: Path, stage: str | None, scales_from: str | None = None
           ) -> tuple[Any, Path | None]:
   """Returns a reader of a folder of any kind, and the folder of its tokenizer files."""
-  from composer_jax.checkpoint import hf_export, hf_import
+  from composer_jax.checkpoint import hf_export, hf_import, names
   if not folder.is_dir():
     raise UserError(f'{folder}: there is no such folder')
   if hf_import.is_imported(folder) or hf_import.is_hugging_face(folder):
+    for flag, value in (('stage', stage), ('scales_from', scales_from)):
+      if value is not None:
+        raise UserError(f'--{flag}={value}: is for a run, and {folder} is a checkpoint')
     return hf_import.open_checkpoint(folder), folder
   from composer_jax import api
   model = api.load(folder, stage=stage)
   if scales_from is None:
     return hf_export.InMemory(model.config, model.params), folder / 'data'
   base = hf_import.Imported(Path(scales_from).expanduser())
+  # A run may have stretched the context and added an MTP layer; all else has the same shapes.
+  here, there = ({leaf: shape for leaf, shape in names.shapes(config).items()
+                  if not leaf.startswith('mtp.')} for config in (model.config, base.config))
+  for leaf in sorted(here.keys() | there.keys()):
+    if here.get(leaf) != there.get(leaf):
+      raise UserError(f'--scales_from={scales_from}: is another model than {folder}: {leaf} is '
+                      f'{there.get(leaf)} and {here.get(leaf)}')
   return (hf_export.InMemory(model.config, model.params, base.raw, base.scale), base.folder)
 
 

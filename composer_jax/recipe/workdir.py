@@ -1,9 +1,7 @@
 """The run folder: who owns it, what is finished in it, and how its files are written."""
 
 import contextlib
-import fcntl
 import json
-import os
 import pathlib
 import shutil
 import uuid
@@ -12,7 +10,7 @@ from typing import Any
 
 from composer_jax.config import as_dict, fingerprint
 from composer_jax.errors import InfrastructureError, UserError
-from composer_jax.files import read_json, replacing
+from composer_jax.files import locked, read_json, replacing
 
 FOREIGN_KEYS = ('stages',)  # which stages to run may change from one call to the next
 
@@ -90,18 +88,14 @@ def exclusive(workdir: pathlib.Path) -> Iterator[None]:
   Raises:
     UserError: another process is running in the folder.
   """
-  try:
-    descriptor = os.open(workdir / '.lock', os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-  except OSError as error:
-    raise InfrastructureError(f'cannot write in {workdir}: {error.strerror or error}') from error
-  try:
+  with contextlib.ExitStack() as stack:
     try:
-      fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-      raise UserError(f'--workdir={workdir}: another process is running there') from error
+      stack.enter_context(
+          locked(workdir / '.lock', f'--workdir={workdir}: another process is running there'))
+    except OSError as error:
+      raise InfrastructureError(
+          f'cannot write in {workdir}: {error.strerror or error}') from error
     yield
-  finally:
-    os.close(descriptor)
 
 
 def finished(stage_dir: pathlib.Path, stage_fingerprint: str) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from composer_jax import api, models
+from composer_jax import api, files, models
 from composer_jax.checkpoint import (
   block_fp8,
   hf_export,
@@ -21,6 +21,7 @@ from composer_jax.checkpoint import (
   packed_int4,
   quantization,
   safetensors_dir,
+  verify,
 )
 from composer_jax.checkpoint.hf_source import HfSource
 from composer_jax.cli import main
@@ -109,7 +110,7 @@ def test_in_and_out_is_the_same_to_the_byte(folders, form, tmp_path):
   assert contents(out) == contents(folders[form])
   raw = json.loads((out / 'config.json').read_text())
   assert raw['eos_token_id'] == 7 and models.ModelConfig.from_hf(raw) == CONFIG
-  assert quantization.parse(raw.get('quantization_config'), 'config.json') == form
+  assert quantization.parse(raw.get('quantization_config'), 'config.json').form == form
 
 
 @pytest.mark.parametrize(('source', 'form'), [
@@ -286,6 +287,99 @@ def test_api_load(folders):
     api.load(folders['none'], stage='cpt')
 
 
+@pytest.mark.parametrize('convert', [
+    lambda source, target: hf_import.import_folder(source, target),
+    lambda source, target: hf_export.export_folder(source, target, 'bfloat16')])
+def test_one_writer_at_a_time(convert, folders, tmp_path):
+  source, target = HfSource(folders['none']), tmp_path / 'out'
+  target.mkdir()
+  with files.locked(target / '.lock', ''):
+    with pytest.raises(UserError, match='out: another process writes there'):
+      convert(source, target)
+  assert list(target.iterdir()) == []
+  convert(source, target)
+  assert not (target / '.lock').exists()
+
+
+def test_exports_go_into_links_and_the_present_folder(folders, tmp_path, monkeypatch):
+  source = HfSource(folders['none'])
+  for name in ('real', 'here'):
+    (tmp_path / name).mkdir()
+  (tmp_path / 'link').symlink_to('real')
+  hf_export.export_folder(source, tmp_path / 'link', 'bfloat16')
+  monkeypatch.chdir(tmp_path / 'here')
+  hf_export.export_folder(source, '.', 'bfloat16')
+  assert (tmp_path / 'link').is_symlink()
+  assert contents('.') == contents(tmp_path / 'real') == contents(folders['none'])
+
+
+def test_an_export_that_was_killed_gives_way_to_the_next(folders, tmp_path, monkeypatch):
+  """Also one that was killed while its files took their places; strangers' files stay."""
+  source, target = HfSource(folders['none']), tmp_path / 'out'
+  with monkeypatch.context() as patch:
+    patch.setattr(hf_export.shutil, 'rmtree', lambda *_, **__: None)  # a kill cleans nothing up
+    patch.setattr(hf_export, 'fsync_folder', lambda folder: (_ for _ in ()).throw(SystemExit))
+    with pytest.raises(SystemExit):
+      hf_export.export_folder(source, target, 'fp8', shard_bytes=10**5)
+  left = {path.name for path in target.iterdir()}
+  assert {'.draft', safetensors_dir.INDEX} < left and 'config.json' not in left
+  (target / 'mine.txt').write_text('')
+  with pytest.raises(UserError, match='is not empty'):
+    hf_export.export_folder(source, target, 'bfloat16')
+  (target / 'mine.txt').unlink()
+  hf_export.export_folder(source, target, 'bfloat16')
+  assert contents(target) == contents(folders['none'])
+  assert {path.name for path in target.iterdir()} == {'config.json', safetensors_dir.SINGLE}
+
+
+def test_an_import_killed_before_its_store_begins_goes_on(folders, tmp_path):
+  (tmp_path / 'cut' / hf_import.STORE).mkdir(parents=True)
+  source, sizes = HfSource(folders['none']), []
+  for _ in range(2):  # and a whole one is whole at once
+    hf_import.import_folder(source, tmp_path / 'cut', advance=sizes.append)
+  total = hf_import.total_bytes(hf_import.store_leaves(source))
+  assert sum(sizes[:-1]) == sizes[-1] == total
+
+
+def test_a_weight_beyond_the_format_is_named(tmp_path):
+  plain = {key: value.astype(np.float32) for key, value in tensors().items()}
+  plain[Q_B] = plain[Q_B].copy()
+  plain[Q_B][0, 0] = 3.4e38
+  source = HfSource(save(tmp_path / 'large', plain))
+  with pytest.raises(UserError, match=f'{Q_B}: holds weights that are not finite in bfloat16'):
+    hf_import.import_folder(source, tmp_path / 'out', 'bfloat16')
+
+
+def test_fresh_fp8_scales_are_powers_of_two_where_the_source_has_such(folders, tmp_path):
+  """DeepSeek-V3.1 declares `scale_fmt` ue8m0."""
+  declared = quantization.declare('fp8', power_of_two=True)
+  source = HfSource(folders['none'])
+  source.raw = source.raw | {'quantization_config': declared}
+  hf_export.export_folder(source, tmp_path / 'out', 'fp8')
+  raw = json.loads((tmp_path / 'out' / 'config.json').read_text())
+  assert raw['quantization_config'] == declared
+  stored = safetensors_dir.TensorFolder(tmp_path / 'out')
+  scale, weight = stored.read(f'{Q_B}_scale_inv'), stored.read(Q_B).astype(np.float32)
+  assert (np.frexp(scale)[0] == 0.5).all() and 224 < np.abs(weight).max() <= 448
+
+
+@pytest.mark.parametrize('form', ['fp8', 'int4'])
+def test_verify_finds_what_no_rounding_explains(form, folders, tmp_path):
+  """Scales that are 5% too large, rows in another order, one weight that is a step off."""
+  key = 'model.layers.2.mlp.experts.3.up_proj.weight'
+  names_of = {'fp8': (key, f'{key}_scale_inv'), 'int4': quantization.int4_names(key)[:2]}
+  weight, scale = names_of[form]
+  good = quantized(tensors(), form)
+  step = good | {weight: good[weight].copy()}
+  step[weight].reshape(-1).view(np.uint8)[7] ^= 8  # the next code, or the next octave
+  bad = {'gain': good | {scale: (good[scale] * 1.05).astype(good[scale].dtype)},
+         'order': good | {weight: good[weight][::-1].copy()}, 'step': step}
+  plain = HfSource(folders['none'])
+  for name, stored in bad.items():
+    results = verify.compare_tensors(plain, HfSource(save(tmp_path / name, stored, form)))
+    assert [result.name for result in results if not result.ok] == [key], name
+
+
 def _truncate(folder):
   path = sorted(folder.glob('*.safetensors'))[1]
   path.write_bytes(path.read_bytes()[:-10])
@@ -374,6 +468,16 @@ def test_usage_errors(folders, tmp_path, capsys):
       (['import', source], '--to=DIR is missing'),
       (['import', source, f'--to={tmp_path / "full"}'], 'is not empty'),
       (['import', source, f'--to={tmp_path / "a"}', '--dtype=int8'], '--dtype=int8: can be'),
+      (['import', source, f'--to={tmp_path / "full" / "x"}'], 'full/x: is no folder'),
+      (['import', source, f'--to={tmp_path / "full"}', '--dry_run'], 'is not empty'),
+      (['import', source, f'--to={tmp_path / "a"}', '--format=fp8'], 'import: has no --format'),
+      (['export', source, f'--to={tmp_path / "a"}', '--dtype=float32'], 'export: has no --dtype'),
+      (['verify', source, f'--to={tmp_path / "a"}', '--dry_run'], 'verify: has no --dry_run'),
+      (['export', source, f'--to={tmp_path / "full" / "x" / "y"}'], 'full/x: is no folder'),
+      (['export', source, f'--to={tmp_path / "a"}', '--shard_gb=inf'], '--shard_gb=inf: must be'),
+      (['export', source, f'--to={tmp_path / "a"}', '--shard_gb=nan'], '--shard_gb=nan: must be'),
+      (['export', source, f'--to={tmp_path / "a"}', '--stage=cpt'], '--stage=cpt: is for a run'),
+      (['export', source, f'--to={tmp_path / "a"}', '--scales_from=b'], '--scales_from=b: is for'),
       (['export', source, f'--to={tmp_path / "full"}'], 'is not empty'),
       (['export', source, f'--to={tmp_path / "a"}', '--format=gguf'], '--format=gguf: can be'),
       (['verify', source, f'--to={tmp_path / "none"}'], 'there is no such folder'),
