@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import sys
 from typing import Any
 
 import jax
@@ -42,6 +43,8 @@ def _check_tokenizer(recipe: Recipe) -> None:
   """The ids of a corpus mean nothing to a model that was trained with another tokenizer."""
   theirs = tokenizer.find(pathlib.Path(recipe.start))
   if theirs is None:
+    print(f'warning: {recipe.start} holds no tokenizer, so whether config.data.tokenizer gives the '
+          'ids that it was trained with is not checked', file=sys.stderr)
     return
   given = pathlib.Path(recipe.data.tokenizer) if recipe.data.tokenizer else None
   ours = given / theirs.name if given is not None and given.is_dir() else given

@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
 
 from composer_jax import api, models
-from composer_jax.checkpoint import hf_export, names
+from composer_jax.checkpoint import hf_export, hf_import, names
 from composer_jax.checkpoint.hf_source import HfSource
 from composer_jax.cli import main
 from composer_jax.data import tokenizer as tokenizer_lib
@@ -53,6 +54,15 @@ def test_the_checkpoint_is_what_training_starts_from(checkpoint):
   assert start.params(dataclasses.replace(with_mtp, start='')) is None
 
 
+def test_a_checkpoint_without_a_tokenizer_is_pointed_out(checkpoint, tmp_path, capsys):
+  start.check(recipe(checkpoint))
+  assert capsys.readouterr().err == ''
+  bare = tmp_path / 'bare'
+  shutil.copytree(checkpoint, bare, ignore=shutil.ignore_patterns('tokenizer.json'))
+  start.check(recipe(bare))
+  assert f'warning: {bare} holds no tokenizer' in capsys.readouterr().err
+
+
 def test_another_shape_is_refused_by_name(checkpoint, tmp_path):
   with pytest.raises(UserError, match='config.model.n_routed_experts: is 8, and 4 in'):
     start.check(recipe(checkpoint, n_routed_experts=8))
@@ -75,6 +85,14 @@ def test_run_and_export(checkpoint, tmp_path, capsys):
                     f'--workdir={run}', "--config.data.sources.stdlib.max_bytes=600000",
                     *(f'--config.{key}={value}' for key, value in small.items())]) == 0
   assert main.main(['convert', 'export', f'--from={run}', f'--to={out}', '--format=float32']) == 0
+  for name, config in (('base', CONFIG), ('other', dataclasses.replace(CONFIG, v_head_dim=4))):
+    hf_export.export_folder(hf_export.InMemory(config, models.init(config, jax.random.key(0))),
+                            tmp_path / f'{name}-hf', 'float32')
+    hf_import.import_folder(HfSource(tmp_path / f'{name}-hf'), tmp_path / name)
+    code = main.main(['convert', 'export', f'--from={run}', f'--to={tmp_path / "never"}',
+                      f'--scales_from={tmp_path / name}', '--dry_run'])
+    assert code == (0 if name == 'base' else 2)
+  assert 'other: is another model than' in capsys.readouterr().err
   before, after = HfSource(checkpoint), HfSource(out)
   entry = names.by_key(CONFIG)[BIAS]
   old, new = before.tensor(entry), after.tensor(entry)
