@@ -56,3 +56,20 @@ def smoke_run(tmp_path_factory, command_line):
   folder = tmp_path_factory.mktemp('smoke') / 'run'
   command_line.run_smoke(folder)
   return folder
+
+
+def _products(jaxpr, inside=()):
+  import jax  # not before the environment is set
+  for equation in jaxpr.eqns:
+    name = equation.primitive.name
+    if 'dot' in name:
+      yield equation, inside
+    for inner in jax.tree.leaves(equation.params):
+      if hasattr(inner, 'eqns'):
+        yield from _products(inner, (*inside, name))
+
+
+@pytest.fixture
+def products():
+  """A function jaxpr -> every matrix product in it, with the names of the operations around it."""
+  return lambda closed: list(_products(closed.jaxpr))

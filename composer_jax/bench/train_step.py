@@ -7,6 +7,7 @@ trains with. The peer takes the fastest of its expert implementations.
 import contextlib
 import dataclasses
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ def run(peer_python: str | None, steps: int) -> dict[str, Any]:
       facts['ours'] = paired.summary(paired.interleave({'ours': ours.step}, steps)['ours'])
     else:
       peer = Peer(worker, ours, folder)
-      facts['peer_paths'] = try_paths(peer)
+      facts['peer_paths'], facts['peer_paths_failed'] = try_paths(peer)
       fastest = min(facts['peer_paths'], key=facts['peer_paths'].get)
       peer.choose(fastest)
       facts |= compare(ours, peer, steps)
@@ -176,26 +177,35 @@ def run(peer_python: str | None, steps: int) -> dict[str, Any]:
   return facts
 
 
-def try_paths(peer: Peer) -> dict[str, float]:
-  """Returns the fastest step in milliseconds of each expert implementation that the peer has.
+def try_paths(peer: Peer) -> tuple[dict[str, float], dict[str, str]]:
+  """Tries each expert implementation that the peer has.
 
-  Each gets two turns, A B B A, because the machine may be slower in one of them.
+  Each gets two turns, A B B A, because the machine may be slower in one of them; one that fails in
+  either is out of the choice.
+
+  Returns:
+    The fastest step in milliseconds of each that runs, and one line of text for each that fails.
 
   Raises:
     InfrastructureError: none of them runs.
   """
-  found, last = {}, None
+  found: dict[str, float] = {}
+  failed: dict[str, str] = {}
   for experts in (*EXPERT_PATHS, *reversed(EXPERT_PATHS)):
+    if experts in failed:
+      continue
     try:
       peer.choose(experts)
       seconds = paired.interleave({experts: peer.step}, _TRY_ROUNDS)[experts]
     except InfrastructureError as error:
-      last = error
+      failed[experts] = textwrap.shorten(str(error), 300, placeholder=' ...')
+      found.pop(experts, None)
       continue
     found[experts] = min(found.get(experts, float('inf')), 1e3 * min(seconds))
   if not found:
-    raise last
-  return found
+    raise InfrastructureError('none of the peer\'s expert implementations runs: ' + '; '.join(
+        f'{experts}: {error}' for experts, error in failed.items()))
+  return found, failed
 
 
 def compare(ours: Ours, peer: Peer, steps: int) -> dict[str, Any]:
@@ -268,6 +278,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
     tried = ', '.join(f'{name} {ms:.0f} ms' for name, ms in facts['peer_paths'].items())
     out += [f'peer: transformers {peer["transformers"]}, torch {peer["torch"]}, experts '
             f'{peer["experts"]} (fastest of {tried}), attention {peer["attention"]}',
+            *(f'peer: experts {name} failed and were left out: {error}'
+              for name, error in facts['peer_paths_failed'].items()),
             f'losses: before {facts["loss_before"]["ours"]:.6f} ours, '
             f'{facts["loss_before"]["peer"]:.6f} peer; after the last steps '
             f'{facts["loss_after"]["ours"]:.6f}, {facts["loss_after"]["peer"]:.6f}; largest '

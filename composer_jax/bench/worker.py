@@ -101,6 +101,7 @@ class Worker:
     while b'\n' not in self._left:
       ready, _, _ = select.select([self._process.stdout], [], [], max(0, end - time.monotonic()))
       if not ready:
+        self._process.kill()  # its late answer would be taken for that to the next request
         raise InfrastructureError(f'the peer gave no answer for {limit_s:.0f} s')
       piece = os.read(self._process.stdout.fileno(), 65536)
       if not piece:

@@ -73,9 +73,9 @@ class KimiRenderer:
     text = kimi_tools.as_typescript(tools) if typescript else kimi_tools.as_json(tools)
     return self._message('system', 'tool_declare', text)
 
-  def system(self, text: str) -> list[int]:
-    """Returns a system message."""
-    return self._message('system', 'system', text)
+  def system(self, text: str, name: str = 'system') -> list[int]:
+    """Returns a system message; `name` is who speaks."""
+    return self._message('system', name, text)
 
   def user(self, text: str, name: str = 'user') -> list[int]:
     """Returns a user's message; `name` is who speaks."""
@@ -85,9 +85,9 @@ class KimiRenderer:
     """Returns the answer to the tool call `call_id`."""
     return self._message('system', name, f'## Return of {call_id}\n{text}')
 
-  def call_open(self) -> list[int]:
-    """Returns the prompt after which the model speaks."""
-    return [*self._opening('assistant', 'assistant'), *self._prompt_end]
+  def call_open(self, name: str = 'assistant') -> list[int]:
+    """Returns the prompt after which the model speaks, under this name."""
+    return [*self._opening('assistant', name), *self._prompt_end]
 
   def call(self, content: str = '', reasoning: str = '', calls: Iterable[tuple[str, str]] = ()
            ) -> list[int]:
@@ -162,9 +162,9 @@ class Conversation:
       raise ValueError('tools are declared before the first message')
     self._context(self.renderer.declare(tools))
 
-  def system(self, text: str) -> None:
+  def system(self, text: str, name: str = 'system') -> None:
     """Appends a system message."""
-    self._context(self.renderer.system(text))
+    self._context(self.renderer.system(text, name))
 
   def user(self, text: str, name: str = 'user') -> None:
     """Appends a user's message."""
@@ -174,9 +174,9 @@ class Conversation:
     """Appends the answer to a tool call."""
     self._context(self.renderer.result(call_id, text, name))
 
-  def call_open(self) -> None:
+  def call_open(self, name: str = 'assistant') -> None:
     """Appends the prompt after which the model speaks."""
-    self._context(self.renderer.call_open())
+    self._context(self.renderer.call_open(name))
     self._speaking = True
 
   def sampled(self, ids: Sequence[int], tools: Collection[str] | None = None) -> Turn:
@@ -218,31 +218,34 @@ def render_messages(renderer: KimiRenderer, messages: Iterable[Mapping[str, Any]
   Args:
     renderer: the renderer.
     messages: objects with `role` (system, user, assistant or tool) and `content`; an assistant's
-      may have `reasoning_content` and `tool_calls`, a tool's has `tool_call_id`; `name` is
-      optional.
+      may have `reasoning_content` and `tool_calls`, a tool's has `tool_call_id`. A `name` takes
+      the role's place behind the mark, whatever the role, as in the published templates.
     tools: OpenAI objects to declare; none are declared where it is empty.
     prompt: end with the prompt after which the model speaks.
 
   Raises:
-    UserError: a message has another role, or content that is no text.
+    UserError: a message has another role, or content that is no text; a tool call or an answer has
+      no id, or two calls of the conversation have the same.
   """
   conversation = Conversation(renderer)
   if tools:
     conversation.declare(tools)
+  seen: set[str] = set()
   for number, message in enumerate(messages):
     role, content = message.get('role'), message.get('content') or ''
     if not isinstance(content, str):
       raise UserError(f'messages[{number}].content: is no text')
     name = message.get('name') or role
     if role == 'system':
-      conversation.system(content)
+      conversation.system(content, name)
     elif role == 'user':
       conversation.user(content, name)
     elif role == 'tool':
-      conversation.result(message.get('tool_call_id') or '', content, name)
+      call_id = _checked_id(message.get('tool_call_id'), f'messages[{number}].tool_call_id')
+      conversation.result(call_id, content, name)
     elif role == 'assistant':
-      calls = [_asked(call, number) for call in message.get('tool_calls') or ()]
-      conversation.call_open()
+      calls = [_asked(call, number, seen) for call in message.get('tool_calls') or ()]
+      conversation.call_open(name)
       conversation.sampled(renderer.call(content, message.get('reasoning_content') or '', calls))
     else:
       raise UserError(f'messages[{number}].role: {role} is none of system, user, assistant, tool')
@@ -251,11 +254,23 @@ def render_messages(renderer: KimiRenderer, messages: Iterable[Mapping[str, Any]
   return conversation
 
 
-def _asked(call: Mapping[str, Any], number: int) -> tuple[str, str]:
-  """Returns the id and the JSON text of an OpenAI tool call."""
+def _asked(call: Mapping[str, Any], number: int, seen: set[str]) -> tuple[str, str]:
+  """Returns the id, which joins `seen`, and the JSON text of an OpenAI tool call."""
+  where = f'messages[{number}].tool_calls'
   try:
     arguments = call['function']['arguments']
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return call.get('id') or '', text
+    call_id = call.get('id')
   except (KeyError, TypeError, AttributeError, ValueError) as error:
-    raise UserError(f'messages[{number}].tool_calls: is damaged ({error!r})') from error
+    raise UserError(f'{where}: is damaged ({error!r})') from error
+  call_id = _checked_id(call_id, f'{where}: id')
+  if call_id in seen:
+    raise UserError(f'{where}: id {call_id!r} belongs to an earlier call of the conversation')
+  seen.add(call_id)
+  return call_id, text
+
+
+def _checked_id(call_id: Any, where: str) -> str:
+  if not isinstance(call_id, str) or not call_id.strip():
+    raise UserError(f'{where}: has to be a text that is not empty, got {call_id!r}')
+  return call_id

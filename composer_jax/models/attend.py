@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from composer_jax.models import precision
+
 MASKED = -1e30  # exp of it is exactly 0: what is masked cannot change a bit of the result
 
 
@@ -32,11 +34,11 @@ def _attend(q, k, v, mask):
 
 
 def _forward(q, k, v, mask):
-  logits = jnp.where(mask[:, None], jnp.einsum('bhsd,bhtd->bhst', q, k), MASKED)
+  logits = jnp.where(mask[:, None], precision.einsum('bhsd,bhtd->bhst', q, k), MASKED)
   largest = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
   weights = jnp.exp(logits - largest)
   total = weights.sum(axis=-1, keepdims=True)
-  out = jnp.einsum('bhst,bhtn->bhsn', weights, v) / total
+  out = precision.einsum('bhst,bhtn->bhsn', weights, v) / total
   return out, (q, k, v, logits, largest + jnp.log(total), out)
 
 
@@ -45,9 +47,10 @@ def _backward(residual, gradient):
   q, k, v, logits, log_total, out = jax.lax.optimization_barrier(residual)
   weights = jnp.exp(logits - log_total)
   mean = (gradient * out).sum(axis=-1, keepdims=True)
-  d_logits = weights * (jnp.einsum('bhsn,bhtn->bhst', gradient, v) - mean)
-  return (jnp.einsum('bhst,bhtd->bhsd', d_logits, k), jnp.einsum('bhst,bhsd->bhtd', d_logits, q),
-          jnp.einsum('bhst,bhsn->bhtn', weights, gradient), None)
+  d_logits = weights * (precision.einsum('bhsn,bhtn->bhst', gradient, v) - mean)
+  return (precision.einsum('bhst,bhtd->bhsd', d_logits, k),
+          precision.einsum('bhst,bhsd->bhtd', d_logits, q),
+          precision.einsum('bhst,bhsn->bhtn', weights, gradient), None)
 
 
 _attend.defvjp(_forward, _backward)

@@ -76,7 +76,8 @@ class ModelConfig:
     tie_word_embeddings: the head is the transposed embedding.
     moe_impl: "dense" runs every expert on every token as one GEMM, "grouped" sorts rows by expert
       for a grouped GEMM, "auto" follows `moe.choose_impl`. All compute the same function.
-    remat: "full" recomputes each layer in the backward pass, "none" keeps its activations.
+    remat: "full" recomputes each layer, the MTP layer too, in the backward pass, "none" keeps its
+      activations.
     scan_unroll: layers per iteration of the layer scan; as many as layers means no loop.
     attention: form of the attention, all computing the same function: "expanded" makes keys and
       values for every head, "absorbed" works on the latents, "auto" follows `mla.choose_form`.

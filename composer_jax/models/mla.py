@@ -133,13 +133,13 @@ class Attention(nnx.Module):
     query = query.reshape(batch, length * heads, width)
     pieces = [(entries, seen if seen.shape[1] == 1 else jnp.repeat(seen, heads, axis=1))
               for entries, seen in pieces]
-    logits = [jnp.where(seen, jnp.einsum('bqc,bmc->bqm', query, entries), attend.MASKED)
+    logits = [jnp.where(seen, precision.einsum('bqc,bmc->bqm', query, entries), attend.MASKED)
               for entries, seen in pieces]
     top = functools.reduce(jnp.maximum, [piece.max(-1, keepdims=True) for piece in logits])
     top = jax.lax.stop_gradient(top)
     weights = [jnp.exp(piece - top) for piece in logits]
     total = sum(piece.sum(-1, keepdims=True) for piece in weights)
-    out = sum(jnp.einsum('bqm,bmc->bqc', piece, entries)
+    out = sum(precision.einsum('bqm,bmc->bqc', piece, entries)
               for piece, (entries, _) in zip(weights, pieces, strict=True)) / total
     # the cache is float32 whatever the model is
     out = out.astype(query.dtype).reshape(batch, length, heads, width)[..., :c.kv_lora_rank]
@@ -149,7 +149,7 @@ class Attention(nnx.Module):
     """One half of the up-projection, applied on the side of the queries or of the output."""
     formats = self.config.precision.kv_b
     if formats.plain:
-      return jnp.einsum(subscripts, x, up)
+      return precision.einsum(subscripts, x, up)
     up = up if subscripts.endswith('v') else jnp.swapaxes(up, 0, 2)
     rows = x.reshape(-1, *x.shape[2:])
     out = jax.vmap(functools.partial(precision.matmul, formats), 1, 1)(rows, up)

@@ -1,6 +1,5 @@
 """Mixture-of-experts feed-forward: routed experts plus a shared one (DeepSeek-V3, eq. 12)."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
@@ -69,9 +68,9 @@ class Moe(nnx.Module):
       down = jnp.concatenate([down, self.shared.down[...].reshape(n, f, d)])
       weights = jnp.concatenate([weights, jnp.ones((x.shape[0], n), weights.dtype)], axis=1)
       e += n
-    hidden = x @ jnp.swapaxes(gate_up, 0, 1).reshape(d, -1)
-    hidden = layers.swiglu(hidden.reshape(-1, e, 2 * f), weights.astype(x.dtype)[:, :, None])
-    return hidden.reshape(-1, e * f) @ down.reshape(e * f, d)
+    hidden = layers.linear(x, jnp.swapaxes(gate_up, 0, 1))
+    hidden = layers.swiglu(hidden, weights.astype(x.dtype)[:, :, None])
+    return layers.linear(hidden.reshape(-1, e * f), down.reshape(e * f, d))
 
   def _grouped(self, x, choice, valid):
     """Rows sorted by expert, padding last, and one grouped GEMM each way."""
@@ -86,4 +85,4 @@ class Moe(nnx.Module):
     back = jnp.argsort(order)
     out = jnp.take(out, back, axis=0).reshape(-1, k, x.shape[-1])
     weights = jnp.take_along_axis(choice.weights, choice.indices, axis=-1).astype(x.dtype)
-    return jnp.einsum('tkd,tk->td', out, weights, precision=jax.lax.Precision.HIGHEST)
+    return precision.einsum('tkd,tk->td', out, weights)

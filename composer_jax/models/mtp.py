@@ -87,8 +87,15 @@ def over_sequence(config: config_lib.ModelConfig, params: Params, hidden: Float[
   mask = jnp.concatenate([segment_ids[:, 1:], pad], axis=1) == segment_ids
   mask &= context.valid
   embedded = precision.embed(config.precision.embeddings, params['embed'], following)
-  module = layers.bind(Mtp, config, params['mtp'])
-  out, _, choice = module(hidden, embedded, dataclasses.replace(context, valid=mask))
+
+  def layer(weights, hidden, embedded, context):
+    out, _, choice = layers.bind(Mtp, config, weights)(hidden, embedded, context)
+    return out, choice
+
+  if config.remat == 'full':
+    layer = jax.checkpoint(layer)
+  context = dataclasses.replace(context, valid=mask)
+  out, choice = layer(params['mtp'], hidden, embedded, context)
   return out, mask, choice
 
 

@@ -4,6 +4,9 @@ Parameters are float32 masters whatever the policy: operands are rounded on thei
 product, the product accumulates in float32, and gradients come back in float32. Rounding is
 emulated (`kernels.quantize`). A product whose formats are all "float32" is the plain one, in the
 type that its operands have, without any of the machinery here in the compiled program.
+
+Every product asks for the highest precision: by default a TPU multiplies float32 in one pass of
+bfloat16, and a GPU in TF32.
 """
 
 import dataclasses
@@ -54,6 +57,9 @@ FLOAT32 = Formats()
 BFLOAT16 = Formats('bfloat16', 'bfloat16', 'bfloat16')
 MXFP8 = Formats('mxfp8', 'mxfp8', 'mxfp8')
 _BLOCK_FORMATS = ('mxfp8', 'nvfp4')
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+einsum = functools.partial(jnp.einsum, precision=_HIGHEST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +125,7 @@ POLICIES: dict[str, Policy] = {'float32': Policy(), 'bfloat16': _BFLOAT16_POLICY
 def matmul(formats: Formats, x: Float[Array, 'T D'], w: Float[Array, 'D F']
            ) -> Float[Array, 'T F']:
   """Returns `x @ w` in the given formats, in the type of `x`."""
-  return x @ w if formats.plain else _matmul(formats, x, w)
+  return jnp.matmul(x, w, precision=_HIGHEST) if formats.plain else _matmul(formats, x, w)
 
 
 def grouped(formats: Formats, x: Float[Array, 'M K'], w: Float[Array, 'E K N'],
@@ -162,9 +168,7 @@ def _dot(format: Format, a: Array, b: Array, axes: tuple[int, int]) -> Array:
   """Contracts an axis of each of two matrices, both rounded along it, in float32."""
   a, b = (quantize_api.fake_quantize(side, format, axis)
           for side, axis in zip((a, b), axes, strict=True))
-  # The highest precision, or an accelerator would round the operands once more.
-  return jax.lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())),
-                             precision=jax.lax.Precision.HIGHEST)
+  return jax.lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())), precision=_HIGHEST)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

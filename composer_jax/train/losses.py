@@ -56,7 +56,8 @@ def make_lm_loss(model_config: ModelConfig, config: LossConfig) -> LossFn:
   Its metrics: `cross_entropy` in nats per unit of weight; with MTP, `mtp_kl`, the divergence of the
   MTP layer from the main head (same denominator, so slightly less than a mean); `z` if switched on;
   `router_balance` and `router_z`, summed over MoE layers (with MTP its layer too) and averaged over
-  documents by their share of the batch's trainable weight, if either is switched on.
+  documents by their share of the batch's trainable weight, if either is switched on (a document of
+  one token has no position in the MTP layer and adds nothing there).
 
   Raises:
     ValueError: MTP loss for a model without an MTP layer.

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 _WEIGHT_GRADIENT = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0],
     rhs_group_dimensions=[])
+_HIGHEST = jax.lax.Precision.HIGHEST  # or an accelerator would round float32 operands
 
 
 def obstacle() -> str | None:
@@ -19,15 +20,16 @@ def forward(x: Float[Array, 'M K'], w: Float[Array, 'E K N'], group_sizes: Int[A
   """Returns the grouped product, with the last two axes of `w` swapped when `transpose`."""
   w = jnp.swapaxes(w, 1, 2) if transpose else w
   real = _real_rows(x.shape[0], group_sizes)
-  return jnp.where(real, jax.lax.ragged_dot(jnp.where(real, x, 0), w, group_sizes), 0)
+  return jnp.where(real, jax.lax.ragged_dot(jnp.where(real, x, 0), w, group_sizes, _HIGHEST), 0)
 
 
 def weight_gradient(x: Float[Array, 'M K'], dy: Float[Array, 'M N'], group_sizes: Int[Array, 'E']
                     ) -> Float[Array, 'E K N']:
-  """Returns each group's `x.T @ dy`."""
+  """Returns each group's `x.T @ dy`, summed up and returned in float32 or wider."""
   real = _real_rows(x.shape[0], group_sizes)
+  wide = jnp.promote_types(jnp.result_type(x, dy), jnp.float32)
   return jax.lax.ragged_dot_general(jnp.where(real, x, 0), jnp.where(real, dy, 0), group_sizes,
-                                    _WEIGHT_GRADIENT)
+                                    _WEIGHT_GRADIENT, _HIGHEST, wide)
 
 
 def _real_rows(rows: int, group_sizes: Int[Array, 'E']):

@@ -29,9 +29,10 @@ def forward(x: Float[Array, 'M K'], w: Float[Array, 'E K N'], group_sizes: Int[A
 
 def weight_gradient(x: Float[Array, 'M K'], dy: Float[Array, 'M N'], group_sizes: Int[Array, 'E']
                     ) -> Float[Array, 'E K N']:
-  """Returns each group's `x.T @ dy`."""
+  """Returns each group's `x.T @ dy`, summed up and returned in float32 or wider."""
   member = membership(x.shape[0], group_sizes)
   real = member.any(axis=1)[:, None]
   x, dy = jnp.where(real, x, 0), jnp.where(real, dy, 0)
   return jnp.einsum('me,mk,mn->ekn', member.astype(x.dtype), x, dy,
-                    precision=jax.lax.Precision.HIGHEST)
+                    precision=jax.lax.Precision.HIGHEST,
+                    preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))

@@ -7,6 +7,7 @@ most rows when one group has nearly all. No row is dropped, and nothing depends 
 number of iterations. Few rows take the loop alone, which compiles faster.
 """
 
+import functools
 import math
 
 import jax
@@ -18,6 +19,9 @@ _BLOCK = 64  # rows of one iteration
 _SMALL_BLOCK = 32  # the same for small groups, most of which overflow by a few rows
 _LEAST_MEAN = 8  # mean rows a group below which the batched layout would be mostly empty
 _LEAST_ROWS = 512
+
+# With the default precision an accelerator would round float32 operands.
+_dot = functools.partial(lax.dot_general, precision=lax.Precision.HIGHEST)
 
 
 def obstacle() -> str | None:
@@ -47,7 +51,7 @@ def forward(x: Float[Array, 'M K'], w: Float[Array, 'E K N'], group_sizes: Int[A
     index, _ = _layout(rows, group_sizes, c)
     # Places past a group's end read some neighbour's row and are not read back.
     batch = _rows(x, index)
-    products = lax.dot_general(batch, w, (((2,), (axis + 1,)), ((0,), (0,))))
+    products = _dot(batch, w, (((2,), (axis + 1,)), ((0,), (0,))))
     y = _read_back(products, rows, group_sizes)
   else:
     y = jnp.zeros((rows, width), jnp.result_type(x, w))
@@ -57,7 +61,7 @@ def forward(x: Float[Array, 'M K'], w: Float[Array, 'E K N'], group_sizes: Int[A
     first, inside = _window(rows, size, start[i], count[i])
     block = lax.dynamic_slice(x, (first, 0), (size, x.shape[1]))
     weight = lax.dynamic_index_in_dim(w, group[i], axis=0, keepdims=False)
-    product = lax.dot_general(block, weight, (((1,), (axis,)), ((), ())))
+    product = _dot(block, weight, (((1,), (axis,)), ((), ())))
     old = lax.dynamic_slice(y, (first, 0), (size, width))
     return lax.dynamic_update_slice(y, jnp.where(inside, product, old), (first, 0))
 
@@ -66,17 +70,18 @@ def forward(x: Float[Array, 'M K'], w: Float[Array, 'E K N'], group_sizes: Int[A
 
 def weight_gradient(x: Float[Array, 'M K'], dy: Float[Array, 'M N'], group_sizes: Int[Array, 'E']
                     ) -> Float[Array, 'E K N']:
-  """Returns each group's `x.T @ dy`."""
+  """Returns each group's `x.T @ dy`, summed up and returned in float32 or wider."""
   rows, groups = x.shape[0], group_sizes.shape[0]
+  wide = jnp.promote_types(jnp.result_type(x, dy), jnp.float32)
   c = capacity(rows, groups)
   # Both sides are masked, here and below: a neighbour's row must not count, and 0 * NaN is not 0.
   if c:
     index, inside = _layout(rows, group_sizes, c)
     x_batch, dy_batch = (jnp.where(inside[:, :, None], _rows(a, index), 0)
                          for a in (x, dy))
-    dw = lax.dot_general(x_batch, dy_batch, (((1,), (1,)), ((0,), (0,))))
+    dw = _dot(x_batch, dy_batch, (((1,), (1,)), ((0,), (0,))), preferred_element_type=wide)
   else:
-    dw = jnp.zeros((groups, x.shape[1], dy.shape[1]), jnp.result_type(x, dy))
+    dw = jnp.zeros((groups, x.shape[1], dy.shape[1]), wide)
   group, start, count, blocks, size = _blocks(rows, group_sizes, c)
 
   def body(i, dw):
@@ -84,7 +89,7 @@ def weight_gradient(x: Float[Array, 'M K'], dy: Float[Array, 'M N'], group_sizes
     x_block, dy_block = (
         jnp.where(inside, lax.dynamic_slice(a, (first, 0), (size, a.shape[1])), 0)
         for a in (x, dy))
-    product = lax.dot_general(x_block, dy_block, (((0,), (0,)), ((), ())))
+    product = _dot(x_block, dy_block, (((0,), (0,)), ((), ())), preferred_element_type=wide)
     old = lax.dynamic_index_in_dim(dw, group[i], axis=0)
     return lax.dynamic_update_slice(dw, old + product[None], (group[i], 0, 0))
 

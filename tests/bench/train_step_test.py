@@ -82,21 +82,30 @@ def test_other_losses_give_no_ratio(ours, losses, tmp_path, answer, message):
       train_step.compare(ours, peer, 2)
 
 
-def test_the_fastest_path_that_runs(ours, tmp_path):
-  step = [{'loss': 1.0, 'seconds': s} for s in [9, 9, 3, 4, 5, 9, 9, 2, 6, 6]]
-  script = _answers(tmp_path, [1.0], step=step,
-                    load=[{}, {'error': 'no such experts'}, {'error': 'again'}, {}])
+@pytest.mark.parametrize(('load', 'took'), [
+    ([{}, {'error': 'no such\n  experts'}, {}], [9, 9, 3, 4, 5, 9, 9, 2, 6, 6]),
+    ([{}, {}, {'error': 'no such\n  experts'}, {}], [9, 9, 3, 4, 5] + 5 * [1] + [9, 9, 2, 6, 6])])
+def test_the_fastest_path_that_runs(ours, tmp_path, load, took):
+  """One that fails, in its first turn or its second, is named with one line."""
+  script = _answers(tmp_path, [1.0], step=[{'loss': 1.0, 'seconds': s} for s in took], load=load)
   with Worker(sys.executable, script, threads=1) as worker:
-    peer = train_step.Peer(worker, ours, tmp_path)
-    assert train_step.try_paths(peer) == {'grouped_mm': 2000}
-    script = _answers(tmp_path, [1.0], load=[{'error': 'none'}])
+    found, failed = train_step.try_paths(train_step.Peer(worker, ours, tmp_path))
+  assert found == {'grouped_mm': 2000}
+  assert failed == {'eager': "the peer failed in 'load': no such experts"}
+
+
+def test_no_path_that_runs(ours, tmp_path):
+  script = _answers(tmp_path, [1.0], load=[{'error': 'one'}, {'error': 'two ' + 999 * 'long '}])
   with Worker(sys.executable, script, threads=1) as worker:
-    with pytest.raises(InfrastructureError, match="failed in 'load': none"):
+    with pytest.raises(InfrastructureError, match='none .* runs: grouped_mm: .*: one; eager: .*two '
+                                                  '(long ){20,60}...$'):
       train_step.try_paths(train_step.Peer(worker, ours, tmp_path))
 
 
 def test_the_verb_from_end_to_end(ours, losses, tmp_path, monkeypatch, capsys):
-  script = _answers(tmp_path, losses[:5] * 5 + losses[:3])  # four tries of paths, one segment
+  # two tries of one path, none of the other, one segment
+  script = _answers(tmp_path, losses[:5] * 3 + losses[:3],
+                    load=[{}, {'error': 'no such experts'}, {}])
   monkeypatch.setattr(train_step, 'Ours', lambda *unused: ours)
   monkeypatch.setattr(train_step, 'peer_script', lambda name: script)
   path = tmp_path / 'out.json'
@@ -106,6 +115,9 @@ def test_the_verb_from_end_to_end(ours, losses, tmp_path, monkeypatch, capsys):
   assert facts['ratio']['ratio_median'] < 1e-3 and facts['peer']['experts'] == 'grouped_mm'
   assert facts['peer']['median_ms'] == 1e9 and facts['ours']['compile_s'] > 0
   assert 'ours / peer, 3 interleaved steps: median 0.000' in out
+  error = "the peer failed in 'load': no such experts"
+  assert facts['peer_paths_failed'] == {'eager': error}
+  assert f'experts eager failed and were left out: {error}\n' in out
 
 
 def test_useful_flops_by_hand():

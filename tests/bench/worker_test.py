@@ -55,6 +55,16 @@ def test_a_peer_that_fails_midway(stub, monkeypatch, answer, message):
   assert not process.is_running()
 
 
+def test_a_late_answer_is_not_taken_for_the_next_one(stub, monkeypatch):
+  monkeypatch.setattr(worker_lib, 'ANSWER_S', 0.3)
+  with Worker(sys.executable, stub(step=['hang', {}]), threads=1) as worker:
+    with pytest.raises(InfrastructureError, match='no answer for 0 s'):
+      worker.ask('step')
+    monkeypatch.setattr(worker_lib, 'ANSWER_S', 60)
+    with pytest.raises(InfrastructureError, match='ended with code -9'):
+      worker.ask('step')
+
+
 def test_interpreters_that_do_not_do(tmp_path):
   needs = tmp_path / 'needs.py'
   needs.write_text('import a_package_that_is_not_there\n')

@@ -184,6 +184,41 @@ def test_messages_of_the_openai_form(kimi):
       kimi_chat.render_messages(renderer, [bad])
 
 
+def test_a_name_takes_the_place_of_every_role(kimi):
+  """As `message.get('name') or message['role']` does in the templates of K2, K2 Thinking, K2.5."""
+  call = {'id': 'functions.f:0', 'function': {'name': 'f', 'arguments': '{}'}}
+  messages = [{'role': 'system', 'content': 'S', 'name': 'rules'},
+              {'role': 'user', 'content': 'U', 'name': 'ann'},
+              {'role': 'assistant', 'content': 'A', 'name': 'bob', 'tool_calls': [call]},
+              {'role': 'tool', 'content': 'T', 'name': 'f', 'tool_call_id': 'functions.f:0'},
+              {'role': 'assistant', 'content': 'B', 'name': ''}]
+  conversation = kimi_chat.render_messages(kimi_chat.KimiRenderer(kimi), messages)
+  text = kimi.decode(conversation.ids)
+  assert re.findall(r'<[|]im_(\w+)[|]>(\w+)<[|]im_middle', text) == [
+      ('system', 'rules'), ('user', 'ann'), ('assistant', 'bob'), ('system', 'f'),
+      ('assistant', 'assistant'), ('assistant', 'assistant')]
+  theirs = chat_template.render(TEMPLATE, messages)
+  assert chat_template.encode_marked(kimi, theirs) == conversation.ids
+
+
+@pytest.mark.parametrize(('calls', 'answer', 'message'), [
+    ([''], 'a', r'messages\[1\].tool_calls: id: has to be a text .* got \'\''),
+    ([None], 'a', r'messages\[1\].tool_calls: id: has to be a text .* got None'),
+    ([7], 'a', r'messages\[1\].tool_calls: id: has to be a text .* got 7'),
+    (['a', 'a'], 'a', r"messages\[1\].tool_calls: id 'a' belongs to an earlier call"),
+    (['a', 'again'], 'a', r"messages\[3\].tool_calls: id 'again' belongs to an earlier call"),
+    (['a'], ' ', r"messages\[2\].tool_call_id: has to be a text .* got ' '")])
+def test_calls_without_an_id_of_their_own_are_refused(kimi, calls, answer, message):
+  def asking(ids):
+    return {'role': 'assistant', 'content': '', 'tool_calls': [
+        {'id': i, 'function': {'name': 'f', 'arguments': '{}'}} for i in ids]}
+
+  messages = [{'role': 'user', 'content': 'U'}, asking(calls),
+              {'role': 'tool', 'content': 'T', 'tool_call_id': answer}, asking(['again'])]
+  with pytest.raises(UserError, match=message):
+    kimi_chat.render_messages(kimi_chat.KimiRenderer(kimi), messages)
+
+
 def test_a_tokenizer_without_the_marks_is_refused(bare_bpe):
   with pytest.raises(UserError, match='has no special token'):
     kimi_chat.KimiRenderer(bare_bpe)

@@ -38,6 +38,45 @@ def test_value_and_gradients(case, impl):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize('impl', BACKENDS)
+def test_float32_is_not_left_to_the_default_precision(impl, products):
+  x, w, sizes, dy = CASES[-1].arrays()
+
+  def run(x, w):
+    y, pull = jax.vjp(lambda x, w: api.grouped_matmul(x, w, sizes, impl=impl), x, w)
+    return y, *pull(dy)
+
+  highest = jax.lax.Precision.HIGHEST
+  found = [equation.params['precision'] for equation, _ in products(jax.make_jaxpr(run)(x, w))]
+  assert len(found) >= 3
+  for precision in found:
+    assert precision in (highest, (highest, highest))
+
+
+@pytest.mark.parametrize('impl', BACKENDS)
+@pytest.mark.parametrize('capacity', [0, 1024])
+def test_the_weight_gradient_is_rounded_once(monkeypatch, impl, capacity):
+  """Thousands of bfloat16 rows: summed in float32, and in the type of the weights at the end."""
+  monkeypatch.setattr(xla, 'capacity', lambda rows, groups: capacity)
+  sizes = np.array([4096, 1000], np.int32)
+  rng = np.random.default_rng(0)
+  x, dy = (jnp.asarray(rng.uniform(0.5, 1.5, (5096, width)), jnp.bfloat16) for width in (6, 5))
+  w = jnp.zeros((2, 6, 5), jnp.bfloat16)
+
+  functions = next(backend.functions for backend in api.BACKENDS if backend.name == impl)
+
+  @jax.jit
+  def gradients(w):
+    _, pull = jax.vjp(lambda w: api.grouped_matmul(x, w, sizes, impl=impl), w)
+    return functions.weight_gradient(x, dy, sizes), *pull(dy)
+
+  wide, rounded = gradients(w)
+  assert (wide.dtype, rounded.dtype) == (jnp.float32, jnp.bfloat16)
+  want = _oracle(*(np.asarray(a, np.float64) for a in (x, w)), sizes, np.asarray(dy, np.float64))[2]
+  np.testing.assert_allclose(wide, want, rtol=1e-5)
+  np.testing.assert_allclose(rounded.astype(jnp.float32), want, rtol=1.01 * 2 ** -8)
+
+
 @pytest.mark.parametrize('capacity', [0, 8, 136, 264])
 def test_rows_may_go_either_way(monkeypatch, capacity):
   """All rows in the loop, most, some, none: equal, under remat in a scan over layers too."""

@@ -197,8 +197,9 @@ def test_dense_and_grouped_have_the_same_gradient():
 def test_remat_and_unrolling_change_neither_counts_nor_gradient():
   def run(config):
     def loss(params):
-      out = models.forward(config, params, TOKENS, segment_ids=SEGMENTS)
-      return jnp.mean(jnp.square(out.logits)), out.router.counts
+      out = models.forward(config, params, TOKENS, segment_ids=SEGMENTS, mtp=True)
+      return (jnp.mean(jnp.square(out.logits)) + jnp.mean(jnp.square(out.mtp_logits)),
+              out.router.counts)
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(_params())
 
   (value, counts), grad = run(SMALL)
@@ -207,6 +208,16 @@ def test_remat_and_unrolling_change_neither_counts_nor_gradient():
   np.testing.assert_allclose(value, value2, rtol=1e-6)
   for a, b in zip(jax.tree.leaves(grad), jax.tree.leaves(grad2), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_remat_covers_all_layers(products):
+  """Every product but those of the two heads is computed again."""
+  for remat, kept in (('none', None), ('full', 2)):  # None: all
+    config = dataclasses.replace(SMALL, remat=remat)
+    found = products(jax.make_jaxpr(functools.partial(models.forward, config, mtp=True))(
+        _params(), TOKENS))
+    outside = [equation for equation, inside in found if 'remat2' not in inside]
+    assert len(outside) == (len(found) if kept is None else kept)
 
 
 @pytest.mark.usefixtures('quick_compilation')

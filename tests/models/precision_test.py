@@ -69,10 +69,30 @@ def test_grouped_starts_blocks_with_each_group():
 def test_nothing_rounded_is_the_plain_program():
   x, w = jnp.ones((3, 4)), jnp.ones((4, 5))
   ours = jax.make_jaxpr(functools.partial(precision.matmul, precision.FLOAT32))(x, w)
-  assert str(ours) == str(jax.make_jaxpr(lambda x, w: x @ w)(x, w))
+  assert str(ours) == str(jax.make_jaxpr(
+      functools.partial(jnp.matmul, precision='highest'))(x, w))
   text = str(jax.make_jaxpr(lambda p: models.forward(
       CONFIG, p, np.zeros((1, 4), np.int32)).logits)(models.init(CONFIG, jax.random.key(0))))
   assert 'reduce_precision' not in text and 'bitcast' not in text
+
+
+@pytest.mark.parametrize(('moe_impl', 'attention'),
+                         [('dense', 'expanded'), ('grouped', 'absorbed')])
+def test_float32_products_are_not_left_to_the_default_precision(moe_impl, attention, products):
+  """Forward and backward: a TPU's default is bfloat16, a GPU's TF32."""
+  config = dataclasses.replace(models.tiny(64), moe_impl=moe_impl, attention=attention)
+  loss = losses.make_lm_loss(config, losses.LossConfig(
+      mtp_weight=1.0, z_weight=1.0, router_balance_weight=1.0, head_chunk=8))
+  params = jax.eval_shape(lambda: models.init(config, jax.random.key(0)))
+  ints, floats = (jax.ShapeDtypeStruct((2, 16), d) for d in (jnp.int32, jnp.float32))
+  batch = Batch(ints, ints, floats, ints, ints, jax.ShapeDtypeStruct((), jnp.float32))
+  found = [equation for equation, _ in products(
+      jax.make_jaxpr(jax.grad(loss, has_aux=True))(params, batch))]
+  forward = products(jax.make_jaxpr(loss)(params, batch))
+  assert len(found) > 2 * len(forward) > 20
+  assert {v.aval.dtype for e in found for v in e.invars[:2]} == {jnp.dtype('float32')}
+  highest = jax.lax.Precision.HIGHEST
+  assert [e for e in found if e.params['precision'] != (highest, highest)] == []
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,5 +1,7 @@
 """The routers' balance and z-loss against float64, and training of the MTP layer alone."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -41,6 +43,30 @@ def test_against_float64(groups):
     z += weight * (np.log(np.exp(logits[tokens]).sum(-1)) ** 2).mean()
   np.testing.assert_allclose(choice.losses['balance'], balance, rtol=2e-6)
   np.testing.assert_allclose(choice.losses['z'], z, rtol=2e-6)
+
+
+def test_documents_of_one_token_add_nothing_in_the_mtp_layer(model_config, params):
+  """With equal scores a document's balance is 1, and its z log(4)^2, over the positions it has."""
+  params = jax.tree.map_with_path(
+      lambda path, leaf: 0 * leaf if 'router' in jax.tree_util.keystr(path) else leaf, params)
+
+  @jax.jit
+  @functools.partial(jax.value_and_grad, has_aux=True)
+  def run(params, segments, weights):
+    router = models.forward(model_config, params, np.arange(8)[None], mtp=True, output='hidden',
+                            segment_ids=segments, document_weights=weights).router
+    return router.balance[-1] + router.z[-1], router
+
+  z = np.log(4) ** 2
+  # Lengths 1, 3 and 2 (in the MTP layer 0, 2 and 1) and padding; then lengths of 1 alone.
+  for segments, share, trunk, mtp in (
+      ([1, 2, 2, 2, 3, 3, 0, 0], [0, 0.5, 0.125, 0.375], 1.0, 0.5),
+      ([1, 2, 3, 4, 5, 6, 0, 0], [0] + [0.125] * 6, 0.75, 0.0)):
+    (_, router), gradient = run(params, np.array([segments]), np.float32(share)[[segments]])
+    np.testing.assert_allclose(router.balance, [trunk, mtp], rtol=1e-6)
+    np.testing.assert_allclose(router.z, [trunk * z, mtp * z], rtol=1e-6)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(gradient)) == (mtp > 0)
 
 
 def test_the_mtp_layer_alone(model_config, params, make_batch):
