@@ -44,9 +44,9 @@ class Machine:
                                     broken=self.broken))
     path.chmod(0o755)
 
-  def run(self, **environment: str) -> subprocess.CompletedProcess:
+  def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs the script."""
-    return subprocess.run([self.project / '.ci' / 'venv'], capture_output=True, text=True,
+    return subprocess.run([self.project / '.ci' / 'venv', *arguments], capture_output=True, text=True,
                           check=False, cwd='/',
                           env={'PATH': str(self.bin), 'HOME': str(self.home), **environment})
 
@@ -134,3 +134,21 @@ def test_a_venv_of_an_older_python_starts_over(machine):
   machine.python(machine.project / '.venv' / 'bin' / 'python', '3.11.7')
   assert machine.run().returncode == 0
   assert machine.steps() == ['venv 3.12.1', 'pip .[dev]']
+
+
+def test_compilers_are_installed_once_and_only_when_asked_for(machine):
+  machine.python(machine.bin / 'python3', '3.12.1')
+  assert machine.run('aot').returncode == 0
+  assert machine.steps() == ['venv 3.12.1', 'pip .[dev]', 'pip libtpu']
+  assert machine.run('aot').returncode == 0 and machine.steps() == []
+
+
+def test_an_interrupted_install_of_the_compilers_starts_over(machine):
+  machine.python(machine.bin / 'python3', '3.12.1')
+  machine.run()
+  machine.steps()
+  machine.broken.touch()
+  assert machine.run('aot').returncode != 0 and machine.steps() == ['pip libtpu']
+  machine.broken.unlink()
+  assert machine.run('aot').returncode == 0 and machine.steps() == ['pip libtpu']
+  assert machine.run('aot').returncode == 0 and machine.steps() == []
