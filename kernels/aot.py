@@ -231,9 +231,8 @@ def _devices(target: Target) -> list[Any]:
 
 def _gpu_description(name: str) -> str:
   """Returns the GpuTargetConfigProto of a GPU, which lies as text in the CUDA plugin."""
-  import jax_plugins.xla_cuda13
-  plugin = pathlib.Path(jax_plugins.xla_cuda13.__file__).parent / 'xla_cuda_plugin.so'
-  data = plugin.read_bytes()
+  plugin = importlib.import_module('jax_plugins.xla_cuda13').__file__
+  data = (pathlib.Path(plugin).parent / 'xla_cuda_plugin.so').read_bytes()
   for start in re.finditer(rb'gpu_device_info \{\n', data):
     text = data[start.start():data.find(b'\0', start.start())].decode('utf8', 'replace')
     if f'device_description_str: "{name}"' in text:

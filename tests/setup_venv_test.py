@@ -46,8 +46,8 @@ class Machine:
 
   def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs the script."""
-    return subprocess.run([self.project / '.ci' / 'venv', *arguments], capture_output=True, text=True,
-                          check=False, cwd='/',
+    return subprocess.run([self.project / '.ci' / 'venv', *arguments], cwd='/',
+                          capture_output=True, text=True, check=False,
                           env={'PATH': str(self.bin), 'HOME': str(self.home), **environment})
 
   def steps(self) -> list[str]:
