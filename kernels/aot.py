@@ -107,6 +107,12 @@ class Compiled:
   missing: tuple[str, ...] = ()
 
 
+def ops() -> list[str]:
+  """Returns the ops that have something to compile: the folders with a `programs.py`."""
+  here = pathlib.Path(__file__).parent
+  return sorted(path.parent.name for path in here.glob('*/programs.py'))
+
+
 def obstacle(target: str) -> str | None:
   """Returns why nothing can be compiled for a target here, or None when it can."""
   package = 'libtpu' if TARGETS[target].kind == 'tpu' else 'jax_plugins/xla_cuda13'

@@ -7,6 +7,7 @@ from composer_jax.errors import UserError
 
 HELP = """
 usage: composer-jax bench train_step|kernels [--peer_python=PYTHON] [--steps=20] [--json=FILE]
+       composer-jax bench kernels --compile_only [--targets=h200,b200] [--ops=grouped_matmul]
 
 train_step: one training step of an 8M-parameter model (float32, AdamW, full logits) beside
 transformers' DeepseekV3ForCausalLM with the same weights and batch. kernels: the grouped matmul at
@@ -16,6 +17,9 @@ Both sides are timed in turn in one run, and the ratio is that of neighbouring t
 --peer_python names another interpreter that has torch (and transformers, for train_step), e.g. one
 made by `python -m venv peer && peer/bin/pip install torch transformers`; without it only this
 side is measured.
+
+--compile_only compiles every GPU and TPU kernel for devices that are not here, and prints what each
+takes of them.
 """
 
 
@@ -26,8 +30,11 @@ def define_flags(flag_values: flags.FlagValues) -> None:
                       flag_values=flag_values)
   flags.DEFINE_integer('steps', 20, 'Interleaved rounds that count, after two that do not.',
                        flag_values=flag_values)
-  flags.DEFINE_enum('op', 'grouped_matmul', ['grouped_matmul'], 'Op that `kernels` measures.',
+  flags.DEFINE_boolean('compile_only', False, 'Compile `kernels` for --targets, run nothing.',
+                       flag_values=flag_values)
+  flags.DEFINE_list('targets', [], 'Devices to compile for; all by default.',
                     flag_values=flag_values)
+  flags.DEFINE_list('ops', [], 'Ops to compile; all by default.', flag_values=flag_values)
 
 
 def main(args: arguments.Arguments) -> None:
@@ -47,6 +54,12 @@ def _train_step(args: arguments.Arguments) -> None:
 
 
 def _kernels(args: arguments.Arguments) -> None:
+  if args.flags.compile_only:
+    from composer_jax.bench import compiled
+    compiled.run(args.flags.targets, args.flags.ops, show=print, write=args.write_json)
+    return
+  if args.flags.targets or args.flags.ops:
+    raise UserError('bench kernels: --targets and --ops go with --compile_only')
   from composer_jax.bench import kernels
   facts = kernels.run(args.flags.peer_python, args.flags.steps, show=print)
   args.write_json(facts)

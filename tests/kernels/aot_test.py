@@ -1,0 +1,19 @@
+"""Every kernel becomes machine code for every device that it is meant for."""
+
+import pytest
+
+from composer_jax.bench import compiled
+from composer_jax.kernels import aot
+
+
+@pytest.mark.parametrize('op', aot.ops())
+@pytest.mark.parametrize('target', aot.TARGETS)
+def test_programs_compile_without_spills_and_use_what_they_are_meant_to(target, op):
+  faults = {c.program: fault for c in aot.compile_ops(target, [op])
+            if (fault := compiled.describe_fault(c)) is not None}
+  assert not faults
+
+
+def test_an_unknown_target_is_refused():
+  with pytest.raises(ValueError, match='h200, b200'):
+    next(aot.compile_ops('h100', ['grouped_matmul']))
