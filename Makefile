@@ -14,7 +14,7 @@ demo: venv
 test:
 	@.ci/venv aot
 	@.venv/bin/ruff check --quiet .
-	@.venv/bin/python -m pytest $(ARGS)
+	@.venv/bin/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile $(ARGS)
 
 venv:
 	@.ci/venv

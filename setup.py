@@ -45,6 +45,7 @@ setup(
         'hf': ['huggingface-hub>=2.4.0', 'safetensors'],
         'dev': [
             'pytest>=9.2.0',
+            'pytest-xdist>=3.8.0',
             'ruff>=0.17.6',
             'nbclient>=0.11.0',
             'nbformat>=5.11.1',

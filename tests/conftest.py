@@ -1,5 +1,6 @@
 """One finished smoke run that the tests of recipe, API and notebooks look at."""
 
+import fcntl
 import os
 import pathlib
 import subprocess
@@ -53,8 +54,15 @@ def command_line():
 @pytest.fixture(scope='session')
 def smoke_run(tmp_path_factory, command_line):
   """Folder of a run of the whole smoke recipe; only to be read."""
-  folder = tmp_path_factory.mktemp('smoke') / 'run'
-  command_line.run_smoke(folder)
+  shared = tmp_path_factory.getbasetemp()
+  if 'PYTEST_XDIST_WORKER' in os.environ:  # each worker has a folder of its own in a common one
+    shared = shared.parent
+  folder = shared / 'smoke_run'
+  with (shared / 'smoke_run.lock').open('w') as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)  # the first worker makes it; if it fails, the next one tries
+    if not (shared / 'smoke_run.done').exists():
+      command_line.run_smoke(folder)
+      (shared / 'smoke_run.done').touch()
   return folder
 
 
