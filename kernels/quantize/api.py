@@ -6,14 +6,12 @@ axis, the contraction axis of the product. Rounding has no gradient here: who ne
 it is (`composer_jax.models.precision`).
 """
 
-from typing import Literal
-
 from jaxtyping import Array, Float
 
 from composer_jax.kernels import dispatch
 from composer_jax.kernels.quantize import reference
+from composer_jax.kernels.quantize.types import Format
 
-Format = Literal['float32', 'bfloat16', 'mxfp8', 'nvfp4']
 BLOCK = {'mxfp8': reference.MXFP8_BLOCK, 'nvfp4': reference.NVFP4_BLOCK}
 
 BACKENDS = (
