@@ -18,42 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from composer_jax.kernels.grouped_matmul import api as grouped_matmul_api
 from composer_jax.kernels.quantize import api as quantize_api
+from composer_jax.kernels.quantize.types import FLOAT32, Format, Formats
 
-Format = quantize_api.Format
-
-
-@dataclasses.dataclass(frozen=True)
-class Formats:
-  """Formats of one class of products `y = x w`.
-
-  Both operands of a product are rounded from the float32 originals along its contraction axis: D in
-  the forward pass, the outputs in `dx = dy w^T`, the rows in `dw = x^T dy` (Composer 2 report,
-  section 6, says neither what the backward pass rounds nor, for weights, what the scale "per token"
-  of NVFP4 is: originals, and a scale per output column, are our choices).
-
-  Attributes:
-    forward: format of `x` and `w`.
-    dgrad: format of `dy` and `w` in the gradient of `x`.
-    wgrad: format of `x` and `dy` in the gradient of `w`; not "nvfp4", whose scale per token would
-      span tokens there.
-  """
-
-  forward: Format = 'float32'
-  dgrad: Format = 'float32'
-  wgrad: Format = 'float32'
-
-  def __post_init__(self):
-    if self.wgrad == 'nvfp4':
-      raise ValueError('wgrad: "nvfp4" has one scale per token, which does not exist in a product '
-                       'that contracts tokens (take "mxfp8")')
-
-  @property
-  def plain(self) -> bool:
-    """True if nothing is rounded."""
-    return self == FLOAT32
-
-
-FLOAT32 = Formats()
 BFLOAT16 = Formats('bfloat16', 'bfloat16', 'bfloat16')
 MXFP8 = Formats('mxfp8', 'mxfp8', 'mxfp8')
 _BLOCK_FORMATS = ('mxfp8', 'nvfp4')
@@ -134,9 +100,7 @@ def grouped(formats: Formats, x: Float[Array, 'M K'], w: Float[Array, 'E K N'],
 
   Along the rows, which the weight gradient contracts, blocks start anew with each group.
   """
-  if formats.plain:
-    return grouped_matmul_api.grouped_matmul(x, w, group_sizes)
-  return _grouped(formats, x, w, group_sizes)
+  return grouped_matmul_api.grouped_matmul(x, w, group_sizes, formats=formats)
 
 
 def embed(formats: Formats, table: Float[Array, 'V D'], tokens: Int[Array, 'B S']
@@ -169,51 +133,6 @@ def _dot(format: Format, a: Array, b: Array, axes: tuple[int, int]) -> Array:
   a, b = (quantize_api.fake_quantize(side, format, axis)
           for side, axis in zip((a, b), axes, strict=True))
   return jax.lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())), precision=_HIGHEST)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(formats, x, w, group_sizes):
-  x_rounded = quantize_api.fake_quantize(x, formats.forward, 1)
-  w_rounded = quantize_api.fake_quantize(w, formats.forward, 1)
-  return grouped_matmul_api.grouped_matmul(x_rounded, w_rounded, group_sizes).astype(x.dtype)
-
-
-def _grouped_forward(formats, x, w, group_sizes):
-  return _grouped(formats, x, w, group_sizes), (x, w, group_sizes)
-
-
-def _grouped_backward(formats, residual, dy):
-  x, w, group_sizes = residual
-  w_rounded = quantize_api.fake_quantize(w, formats.dgrad, 2)
-  dx = grouped_matmul_api.grouped_matmul(quantize_api.fake_quantize(dy, formats.dgrad, 1),
-                                         jnp.swapaxes(w_rounded, 1, 2), group_sizes)
-  rows, dy_rows = (_round_rows(side, formats.wgrad, group_sizes) for side in (x, dy))
-  # The product is linear in w, so its gradient is the same wherever it is taken.
-  _, pull = jax.vjp(lambda w: grouped_matmul_api.grouped_matmul(rows, w, group_sizes),
-                    jnp.zeros(w.shape, rows.dtype))
-  return dx.astype(x.dtype), pull(dy_rows)[0].astype(w.dtype), None
-
-
-_grouped.defvjp(_grouped_forward, _grouped_backward)
-
-
-def _round_rows(x: Float[Array, 'M K'], format: Format, group_sizes: Int[Array, 'E']
-                ) -> Float[Array, 'M K']:
-  """Rounds along the rows, block by block inside each group; padding rows become zeros."""
-  block = quantize_api.BLOCK.get(format, 1)
-  rows, groups = x.shape[0], group_sizes.shape[0]
-  ends = jnp.cumsum(group_sizes)
-  row = jnp.arange(rows)
-  group = jnp.minimum(jnp.searchsorted(ends, row, side='right'), groups - 1)
-  # Every group starts at a block of its own; the place of a row in that wider layout.
-  widths = -(-group_sizes // block) * block
-  place = row - (ends - group_sizes)[group] + (jnp.cumsum(widths) - widths)[group]
-  most = -(-(rows + groups * (block - 1)) // block) * block
-  place = jnp.where(row < ends[-1], place, most)
-  apart = jnp.zeros((most, x.shape[1]), jnp.float32).at[place].set(
-      x.astype(jnp.float32), mode='drop')
-  rounded = quantize_api.fake_quantize(apart, format, 0)
-  return rounded.at[place].get(mode='fill', fill_value=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

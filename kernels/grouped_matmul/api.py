@@ -11,7 +11,8 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from composer_jax.kernels import dispatch
-from composer_jax.kernels.grouped_matmul import ragged_dot, reference, xla
+from composer_jax.kernels.grouped_matmul import low_precision, ragged_dot, reference, xla
+from composer_jax.kernels.quantize.types import FLOAT32, Formats
 
 BACKENDS = (
     dispatch.Backend('xla', xla, xla.obstacle, ('cpu',)),
@@ -21,13 +22,15 @@ BACKENDS = (
 
 
 def grouped_matmul(x: Float[Array, 'M K'], w: Float[Array, 'E K N'], group_sizes: Int[Array, 'E'],
-                   *, impl: str = 'auto') -> Float[Array, 'M N']:
+                   *, formats: Formats = FLOAT32, impl: str = 'auto') -> Float[Array, 'M N']:
   """Multiplies each group of rows by its own matrix.
 
   Args:
     x: rows sorted by group.
     w: one matrix per group.
     group_sizes: rows of each group, zero allowed; their sum is at most M.
+    formats: what operands are rounded to, originals in each pass; by default they are multiplied as
+      they are.
     impl: "auto", "xla" (batched GEMM and blocked loop, for CPU), "ragged_dot"
       (jax.lax.ragged_dot) or "reference". A named one never falls back.
 
@@ -40,7 +43,10 @@ def grouped_matmul(x: Float[Array, 'M K'], w: Float[Array, 'E K N'], group_sizes
   if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or group_sizes.shape != w.shape[:1]:
     raise ValueError(f'grouped_matmul: x [M, K], w [E, K, N] and group_sizes [E] do not fit: '
                      f'{x.shape}, {w.shape}, {group_sizes.shape}')
-  return _grouped_matmul(x, w, group_sizes, dispatch.choose('grouped_matmul', BACKENDS, impl).name)
+  backend = dispatch.choose('grouped_matmul', BACKENDS, impl)
+  if not formats.plain:
+    return low_precision.grouped(backend.functions, formats, x, w, group_sizes)
+  return _grouped_matmul(x, w, group_sizes, backend.name)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -1,20 +1,21 @@
-"""`fake_quantize`: rounds an operand to a low-precision format and back to float32.
+"""Rounds operands of matrix products to low-precision formats.
 
-What comes back is exactly what hardware with the format would multiply, so a product of two such
+`quantize` gives what a kernel multiplies, `fake_quantize` the same numbers in float32. What
+comes back from it is exactly what hardware with the format would multiply, so a product of two such
 operands with float32 accumulation emulates its matrix product. Blocks and scales lie along one
 axis, the contraction axis of the product. Rounding has no gradient here: who needs one decides what
 it is (`composer_jax.models.precision`).
 """
 
-from typing import Literal
-
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from composer_jax.kernels import dispatch
 from composer_jax.kernels.quantize import reference
+from composer_jax.kernels.quantize.types import Format, Quantized
 
-Format = Literal['float32', 'bfloat16', 'mxfp8', 'nvfp4']
 BLOCK = {'mxfp8': reference.MXFP8_BLOCK, 'nvfp4': reference.NVFP4_BLOCK}
+TILE = 128  # rows and columns of a quantised matrix are padded to multiples of it
 
 BACKENDS = (
     dispatch.Backend('reference', reference, reference.obstacle, ('cpu', 'gpu', 'tpu')),
@@ -53,3 +54,32 @@ def fake_quantize(x: Float[Array, '*shape'], format: Format, axis: int = -1, *, 
     raise ValueError(f'unknown format {format!r} (there are: {", ".join(functions)})')
   backend = dispatch.choose('quantize', BACKENDS, impl)
   return getattr(backend.functions, functions[format])(x, axis)
+
+
+def quantize(x: Float[Array, '*experts R K'], format: Format, axis: int = -1, *, impl: str = 'auto'
+             ) -> Quantized:
+  """Returns a matrix, or one per expert, in a block-scaled format; numbers as `fake_quantize`'s.
+
+  Args:
+    x: one or more matrices, any floating type.
+    format: "mxfp8" or "nvfp4".
+    axis: contraction axis, one of the last two; it comes back last.
+    impl: "auto" or a backend's name, which never falls back.
+
+  Raises:
+    ValueError: another format or axis, or a backend that cannot run here.
+  """
+  if format not in BLOCK:
+    raise ValueError(f'quantize: {format!r} has no blocks (there are: {", ".join(BLOCK)})')
+  if x.ndim < 2 or axis % x.ndim < x.ndim - 2:
+    raise ValueError(f'quantize: axis {axis} is none of the last two of {x.shape}')
+  backend = dispatch.choose('quantize', BACKENDS, impl)
+  x = jnp.moveaxis(x, axis, -1)
+  fill = [(0, 0)] * (x.ndim - 2) + [(0, -side % TILE) for side in x.shape[-2:]]
+  return getattr(backend.functions, f'quantize_{format}')(jnp.pad(x, fill))
+
+
+def dequantize(q: Quantized, shape: tuple[int, ...] | None = None) -> Float[Array, '*experts R K']:
+  """Returns what a quantised matrix stands for, in float32, cut to a shape if one is given."""
+  whole = reference.dequantize(q)
+  return whole if shape is None else whole[tuple(slice(side) for side in shape)]

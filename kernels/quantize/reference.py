@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from composer_jax.kernels.quantize import types
+
 MXFP8_BLOCK = 32
 NVFP4_BLOCK = 16
 # Rows below this become zeros, so that every scale that is divided by is a normal float32.
@@ -34,7 +36,64 @@ def bfloat16(x: Float[Array, '*shape'], axis: int) -> Float[Array, '*shape']:
 
 def mxfp8(x: Float[Array, '*shape'], axis: int) -> Float[Array, '*shape']:
   """Returns `x` rounded to E4M3 with an E8M0 scale per 32 elements; see `api.fake_quantize`."""
-  blocks = _blocks(x, axis, MXFP8_BLOCK)
+  values, power, finite = _mxfp8(_blocks(x, axis, MXFP8_BLOCK))
+  return _whole(jnp.where(finite, _times_power_of_two(values, power), jnp.nan), x, axis)
+
+
+def nvfp4(x: Float[Array, '*shape'], axis: int) -> Float[Array, '*shape']:
+  """Returns `x` rounded to E2M1 with two levels of scales; see `api.fake_quantize`."""
+  values, block, token, finite = _nvfp4(_blocks(x, axis, NVFP4_BLOCK))
+  return _whole(jnp.where(finite, values * block * token, jnp.nan), x, axis)
+
+
+def quantize_mxfp8(x: Float[Array, '*experts R K']) -> types.Quantized:
+  """Returns `x`, whose last two axes are multiples of 128, in MXFP8; see `api.quantize`."""
+  values, power, finite = _mxfp8(_blocks(x, -1, MXFP8_BLOCK))
+  scales = jnp.where(finite, power + 127, 255)[..., 0].astype(jnp.uint8)  # 255 is NaN
+  return types.Quantized(
+      values.reshape(x.shape).astype(jnp.float8_e4m3fn),
+      pack_scales(jax.lax.bitcast_convert_type(scales, jnp.float8_e8m0fnu)))
+
+
+def quantize_nvfp4(x: Float[Array, '*experts R K']) -> types.Quantized:
+  """Returns `x`, whose last two axes are multiples of 128, in NVFP4; see `api.quantize`."""
+  values, block, token, finite = _nvfp4(_blocks(x, -1, NVFP4_BLOCK))
+  token = jnp.where(finite, token, jnp.nan)
+  return types.Quantized(values.reshape(x.shape).astype(jnp.float4_e2m1fn),
+                         pack_scales(block[..., 0].astype(jnp.float8_e4m3fn)), token[..., 0, 0])
+
+
+def dequantize(q: types.Quantized) -> Float[Array, '*experts R K']:
+  """Returns what a quantised matrix stands for, in float32."""
+  scales = unpack_scales(q.scales)
+  values = q.values.astype(jnp.float32)
+  blocks = values.reshape(*scales.shape, values.shape[-1] // scales.shape[-1])
+  if q.token_scale is not None:
+    wide = blocks * scales.astype(jnp.float32)[..., None] * q.token_scale[..., None, None]
+    return wide.reshape(values.shape)
+  byte = jax.lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)[..., None]
+  wide = jnp.where(byte == 255, jnp.nan, _times_power_of_two(blocks, byte - 127))
+  return wide.reshape(values.shape)
+
+
+def pack_scales(scales: Float[Array, '*experts R C']) -> Float[Array, '*experts R/128 C/4 32 16']:
+  """Returns scales in the tcgen05 layout, see `types.Quantized`."""
+  *experts, rows, blocks = scales.shape
+  split = scales.reshape(*experts, rows // 128, 4, 32, blocks // 4, 4)
+  moved = jnp.moveaxis(split, (-5, -4, -3, -2, -1), (-5, -2, -3, -4, -1))
+  return moved.reshape(*experts, rows // 128, blocks // 4, 32, 16)
+
+
+def unpack_scales(packed: Float[Array, '*experts R/128 C/4 32 16']) -> Float[Array, '*experts R C']:
+  """Inverse of `pack_scales`."""
+  *experts, tiles, quads, _, _ = packed.shape
+  split = packed.reshape(*experts, tiles, quads, 32, 4, 4)
+  moved = jnp.moveaxis(split, (-5, -2, -3, -4, -1), (-5, -4, -3, -2, -1))
+  return moved.reshape(*experts, tiles * 128, quads * 4)
+
+
+def _mxfp8(blocks: Float[Array, '... blocks 32']) -> tuple[Array, Array, Array]:
+  """Returns values in units of their scale, log2 of the scales, and which blocks are finite."""
   largest = jnp.abs(blocks).max(axis=-1, keepdims=True)
   # absmax = m 2^e with 1 <= m < 2 and 448 = 1.75 * 2^8: rounded up, the scale is 2^(e - 8) or twice
   # that. No division, and no scale below 2^-127 (which itself is no normal float32).
@@ -42,14 +101,16 @@ def mxfp8(x: Float[Array, '*shape'], axis: int) -> Float[Array, '*shape']:
   power = jnp.maximum(exponent - 8 + (fraction > 0x600000), -127)
   most = jnp.where(power < 120, 448.0, 240.0)  # 256 * 2^120 would be infinite
   values = jnp.clip(_e4m3(blocks * _power_of_two(-power)), -most, most)
+  return values, power, _all_finite(blocks, -1)
+
+
+def _times_power_of_two(values: Array, power: Int[Array, '...']) -> Array:
   half = power // 2
-  values = values * _power_of_two(half) * _power_of_two(power - half)
-  return _whole(jnp.where(jnp.isfinite(largest), values, jnp.nan), x, axis)
+  return values * _power_of_two(half) * _power_of_two(power - half)
 
 
-def nvfp4(x: Float[Array, '*shape'], axis: int) -> Float[Array, '*shape']:
-  """Returns `x` rounded to E2M1 with two levels of scales; see `api.fake_quantize`."""
-  blocks = _blocks(x, axis, NVFP4_BLOCK)
+def _nvfp4(blocks: Float[Array, '... blocks 16']) -> tuple[Array, Array, Array, Array]:
+  """Returns values in units of both scales, block scales, row scales, and which rows are finite."""
   largest = jnp.abs(blocks).max(axis=-1, keepdims=True)
   row = largest.max(axis=-2, keepdims=True)
   some = row >= _NVFP4_LEAST
@@ -57,8 +118,13 @@ def nvfp4(x: Float[Array, '*shape'], axis: int) -> Float[Array, '*shape']:
   block = _e4m3(_divide(largest, 6.0 * token))
   scale = block * token
   values = _round(_divide(blocks, jnp.where(scale > 0, scale, 1.0)), 1, 0, 6.0)
-  values = jnp.where(some & (scale > 0), values * block * token, 0.0)
-  return _whole(jnp.where(jnp.isfinite(row), values, jnp.nan), x, axis)
+  values = jnp.where(some & (scale > 0), values, 0.0)
+  return values, block, token, _all_finite(blocks, (-2, -1))
+
+
+def _all_finite(blocks: Array, axis: int | tuple[int, ...]) -> Array:
+  """Tells what has only finite numbers; a maximum would not, as XLA:CPU lets one lose a NaN."""
+  return jnp.isfinite(blocks).all(axis=axis, keepdims=True)
 
 
 def _blocks(x: Array, axis: int, size: int) -> Float[Array, '... blocks size']:

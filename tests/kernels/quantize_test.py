@@ -131,3 +131,35 @@ def test_refused_arguments():
     api.fake_quantize(jnp.ones(4), 'fp8')
   with pytest.raises(ValueError, match='unknown impl'):
     api.fake_quantize(jnp.ones(4), 'mxfp8', impl='pallas')
+
+
+@pytest.mark.parametrize('format', ['mxfp8', 'nvfp4'])
+@pytest.mark.parametrize('axis', [1, 2])
+def test_quantized_matrices_stand_for_the_same_numbers(format, axis):
+  x = np.stack([_inputs(), RNG.standard_normal((40, 72)).astype(np.float32)])
+  x[1, 3, 70], x[1, 9, 0] = np.nan, np.inf
+  q = jax.jit(api.quantize, static_argnums=(1, 2))(x, format, axis)
+  rows, columns = (40, 72) if axis == 2 else (72, 40)
+  assert q.values.shape == (2, 128, 128)
+  assert q.scales.shape == (2, 1, 128 // (4 * api.BLOCK[format]), 32, 16)
+  got = jax.jit(api.dequantize, static_argnums=1)(q, (2, rows, columns))
+  want = jnp.moveaxis(_ours(x, format, axis), axis, -1)
+  np.testing.assert_array_equal(got, want)
+  padding = np.asarray(api.dequantize(q))[:, rows:]
+  assert not padding.any()
+
+
+def test_scales_lie_where_tcgen05_reads_them():
+  x = np.ones((256, 256), np.float32)
+  for r, c, power in ((0, 0, 5), (37, 1, 3), (200, 7, -4)):
+    x[r, 32 * c] = 448 * 2.0 ** power
+  scales = np.asarray(api.quantize(x, 'mxfp8').scales).astype(np.float64)
+  for r, c, power in ((0, 0, 5), (37, 1, 3), (200, 7, -4)):
+    assert scales[r // 128, c // 4, r % 32, r % 128 // 32 * 4 + c % 4] == 2.0 ** max(power, -8)
+
+
+@pytest.mark.parametrize('arguments, said', [(('bfloat16', 1), 'has no blocks'),
+                                             (('mxfp8', 0), 'axis 0')])
+def test_what_cannot_be_quantized_is_refused(arguments, said):
+  with pytest.raises(ValueError, match=said):
+    api.quantize(jnp.ones((2, 3, 4)), *arguments)
