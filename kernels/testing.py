@@ -6,6 +6,7 @@ adds it. Not interpreted: pairs of CTAs (`collective_axis`), gathers by TMA, oth
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -58,6 +59,8 @@ def unpack_scales(packed: np.ndarray) -> np.ndarray:
 def _scaled() -> Iterator[None]:
   """Adds `async_copy_scales_to_tmem` and the scales of `tcgen05_mma` to the interpreter."""
   interpret = jaxpr_interpret.JaxprInterpreter.interpret
+  memory_of = gpu_callbacks._get_shared_memory
+  own = threading.local()  # the kernel's threads are threads here
   copy, product = gpu_callbacks.TcGen05Copy.__call__, gpu_callbacks.TcGen05Mma.__call__
 
   def interpret_scales(self, jaxpr, token, *arguments):
@@ -68,16 +71,27 @@ def _scaled() -> Iterator[None]:
           if equation.primitive is scales else equation for equation in jaxpr.eqns])
     return interpret(self, jaxpr, token, *arguments)
 
+  @contextlib.contextmanager
+  def changed(**changes):
+    own.memory = _Changed(memory_of(), **changes)
+    try:
+      yield
+    finally:
+      own.memory = None
+
+  def memory_or_changed():
+    return getattr(own, 'memory', None) or memory_of()
+
   def copy_scales(self, clock, thread):
     def unpacked(_, value):
       return unpack_scales(np.asarray(value)) if value.shape[-2:] == (32, 16) else value
-    with _memory(store=unpacked):
+    with changed(store=unpacked):
       return copy(self, clock, thread)
 
   def scaled_product(self, clock, thread):
     if self.a_scale_key is None:
       return product(self, clock, thread)
-    memory = gpu_callbacks._get_shared_memory()
+    memory = memory_of()
     log = shared_memory.GPULoggingInfo(self.mesh_location, self.thread, self.source_info)
 
     def read(key, transforms):
@@ -98,33 +112,30 @@ def _scaled() -> Iterator[None]:
       return value * np.repeat(columns, value.shape[0] // columns.shape[1], axis=1).T
 
     bare = dataclasses.replace(self, a_scale_key=None, b_scale_key=None)
-    with _memory(load=dequantized):
+    with changed(load=dequantized):
       return product(bare, clock, thread)
 
   with (mock.patch.object(jaxpr_interpret.JaxprInterpreter, 'interpret', interpret_scales),
+        mock.patch.object(gpu_callbacks, '_get_shared_memory', memory_or_changed),
         mock.patch.object(gpu_callbacks.TcGen05Copy, '__call__', copy_scales),
         mock.patch.object(gpu_callbacks.TcGen05Mma, '__call__', scaled_product)):
     yield
 
 
-@contextlib.contextmanager
-def _memory(load: Callable[[Any, Any], Any] | None = None,
-            store: Callable[[Any, Any], Any] | None = None) -> Iterator[None]:
-  """Changes values on their way out of or into the interpreter's memory."""
-  memory = gpu_callbacks._get_shared_memory()
+class _Changed:
+  """The interpreter's memory with values changed on their way out of or into it."""
 
-  class Changed:
+  def __init__(self, memory: Any, load: Callable[[Any, Any], Any] | None = None,
+               store: Callable[[Any, Any], Any] | None = None):
+    self._memory, self._load, self._store = memory, load, store
 
-    def __getattr__(self, name):
-      return getattr(memory, name)
+  def __getattr__(self, name):
+    return getattr(self._memory, name)
 
-    def get_buffer_content(self, key, *arguments, **options):
-      value, *rest = memory.get_buffer_content(key, *arguments, **options)
-      return (load(key, value) if load else value, *rest)
+  def get_buffer_content(self, key, *arguments, **options):
+    value, *rest = self._memory.get_buffer_content(key, *arguments, **options)
+    return (self._load(key, value) if self._load else value, *rest)
 
-    def store_buffer_content(self, key, access, value, *arguments, **options):
-      value = store(key, value) if store else value
-      return memory.store_buffer_content(key, access, value, *arguments, **options)
-
-  with mock.patch.object(gpu_callbacks, '_get_shared_memory', Changed):
-    yield
+  def store_buffer_content(self, key, access, value, *arguments, **options):
+    value = self._store(key, value) if self._store else value
+    return self._memory.store_buffer_content(key, access, value, *arguments, **options)

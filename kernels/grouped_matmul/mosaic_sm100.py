@@ -418,8 +418,11 @@ def _store(task, own_tasks, gmem, scratch, rank, config, buffers, out_columns):
             layout=plgpu.Layout.TCGEN05.reduce(0), optimized=False)
         value = (value * lax.broadcast_in_dim(token, value.shape, (0,))
                  * lax.broadcast_in_dim(of_column, value.shape, (1,)))
-      # A group without rows has no product: what the accumulator holds is of another task.
-      value = jnp.where(k_tiles > 0, value, 0.0).astype(gmem['out'].dtype)
+      if len(gmem['out'].shape) == 3:
+        # A group without rows has no product: what the accumulator holds is of another task.
+        value = jnp.where(jnp.broadcast_to(k_tiles > 0, value.shape), value,
+                          jnp.zeros(value.shape, value.dtype))
+      value = value.astype(gmem['out'].dtype)
       plgpu.wait_smem_to_gmem(1, wait_read_only=True)
       scratch['out_s'][part % 2] = value
       plgpu.commit_smem()

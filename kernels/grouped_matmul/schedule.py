@@ -48,7 +48,8 @@ def forward(where: tiles.Layout, columns: int, k_tiles: int, *, rows_per_tile: i
 
 
 def weight_gradient(where: tiles.Layout, rows: int, columns: int, rows_per_k_tile: int, *,
-                    rows_per_tile: int = 1, band: int = 8) -> tuple[Int[Array, 'T 6'], Int[Array, '1']]:
+                    rows_per_tile: int = 1, band: int = 8
+                    ) -> tuple[Int[Array, 'T 6'], Int[Array, '1']]:
   """Returns the tasks of `dw = x^T dy`, which contracts each group's aligned rows.
 
   Args:
