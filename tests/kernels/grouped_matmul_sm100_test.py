@@ -17,6 +17,7 @@ CASES = (
     Case('one group has all', (0, 150, 0), k=160, n=24),
     Case('no rows at all', (0, 0), padding=9, k=16, n=16),
 )
+layout = jax.jit(tiles.layout, static_argnums=1)
 cases = pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
 formats = pytest.mark.parametrize('format', ['mxfp8', 'nvfp4'])
 
@@ -42,7 +43,8 @@ def test_bfloat16_product(case, transpose):
   x, w, sizes, dy = arrays(case)
   rows = dy if transpose else x
   with testing.interpreted('sm100'):
-    got = mosaic_sm100.forward(rows, w, sizes, transpose=transpose, config=CONFIG)
+    got = jax.jit(lambda *a: mosaic_sm100.forward(*a, transpose=transpose, config=CONFIG))(
+        rows, w, sizes)
   assert got.dtype == jnp.bfloat16
   check(got, reference.forward(wide(rows), wide(w), sizes, transpose=transpose), 1e-2)
   assert not np.asarray(got, np.float32)[sum(case.sizes):].any()
@@ -52,21 +54,32 @@ def test_bfloat16_product(case, transpose):
 def test_bfloat16_weight_gradient(case):
   x, _, sizes, dy = arrays(case)
   with testing.interpreted('sm100'):
-    got = mosaic_sm100.weight_gradient(x, dy, sizes, config=CONFIG)
+    got = jax.jit(lambda *a: mosaic_sm100.weight_gradient(*a, config=CONFIG))(x, dy, sizes)
   assert got.dtype == jnp.float32
   check(got, reference.weight_gradient(wide(x), wide(dy), sizes), 1e-5)
 
 
 def scaled_product(x, w, axis, sizes, format, where):
   """The kernel's result and that of the dequantised operands; `axis` of `w` is contracted."""
-  xq = quantize.quantize(tiles.spread(x, where), format)
-  wq = quantize.quantize(w, format, axis)
-  with testing.interpreted('sm100'):
+  @jax.jit
+  def operands(x, w):
+    return quantize.quantize(tiles.spread(x, where), format), quantize.quantize(w, format, axis)
+
+  @jax.jit
+  def kernel(xq, wq):
     got = mosaic_sm100.forward_scaled(xq, wq, where, dtype=jnp.float32, config=CONFIG)
-  rows = tiles.gather(quantize.dequantize(xq)[:, :x.shape[1]], where)
-  matrices = quantize.dequantize(wq, (w.shape[0], w.shape[3 - axis], w.shape[axis]))
-  return (tiles.gather(got, where)[:, :w.shape[3 - axis]],
-          reference.forward(rows, jnp.swapaxes(matrices, 1, 2), sizes, transpose=False))
+    return tiles.gather(got, where)[:, :w.shape[3 - axis]]
+
+  @jax.jit
+  def expected(xq, wq):
+    rows = tiles.gather(quantize.dequantize(xq)[:, :x.shape[1]], where)
+    matrices = quantize.dequantize(wq, (w.shape[0], w.shape[3 - axis], w.shape[axis]))
+    return reference.forward(rows, jnp.swapaxes(matrices, 1, 2), sizes, transpose=False)
+
+  both = operands(x, w)
+  with testing.interpreted('sm100'):
+    got = kernel(*both)
+  return got, expected(*both)
 
 
 @cases
@@ -74,7 +87,7 @@ def scaled_product(x, w, axis, sizes, format, where):
 @pytest.mark.parametrize('axis', [1, 2])
 def test_scaled_product(case, format, axis):
   x, w, sizes, dy = arrays(case)
-  where = tiles.layout(sizes, x.shape[0])
+  where = layout(sizes, x.shape[0])
   got, want = scaled_product(x if axis == 1 else dy, w, axis, sizes, format, where)
   check(got, want, 1e-5)
 
@@ -82,11 +95,13 @@ def test_scaled_product(case, format, axis):
 @cases
 def test_scaled_weight_gradient(case):
   x, _, sizes, dy = arrays(case)
-  where = tiles.layout(sizes, x.shape[0])
-  xq, dyq = (quantize.quantize(tiles.spread(side, where), 'mxfp8', 0) for side in (x, dy))
+  where = layout(sizes, x.shape[0])
+  operand = jax.jit(lambda side: quantize.quantize(tiles.spread(side, where), 'mxfp8', 0))
+  xq, dyq = operand(x), operand(dy)
   with testing.interpreted('sm100'):
-    got = mosaic_sm100.weight_gradient_scaled(xq, dyq, where, config=CONFIG)
-  rows = [tiles.gather(quantize.dequantize(q).T[:, :side.shape[1]], where)
+    got = jax.jit(lambda *a: mosaic_sm100.weight_gradient_scaled(*a, where, config=CONFIG))(
+        xq, dyq)
+  rows = [jax.jit(lambda q: tiles.gather(quantize.dequantize(q).T, where))(q)[:, :side.shape[1]]
           for q, side in ((xq, x), (dyq, dy))]
   check(got[:, :x.shape[1], :dy.shape[1]], reference.weight_gradient(*rows, sizes), 1e-5)
 
@@ -99,7 +114,7 @@ def test_extreme_blocks(format):
   x[0], x[1], x[2, :32], x[3] = 0, 1e-42, 0, 3e38 * np.sign(x[3])
   w = rng.standard_normal((1, 128, 128)).astype(np.float32)
   sizes = np.array([128], np.int32)
-  got, want = scaled_product(x, w, 1, sizes, format, tiles.layout(sizes, 128))
+  got, want = scaled_product(x, w, 1, sizes, format, layout(sizes, 128))
   for some in (slice(0, 3), slice(4, None)):
     check(got[some], want[some], 1e-5)
   assert not np.asarray(got[0]).any() and not np.asarray(got[1]).any()
@@ -111,7 +126,7 @@ def test_a_row_depends_on_no_other_row(format):
   rng = np.random.default_rng(2)
   x, w = rng.standard_normal((140, 128)), rng.standard_normal((2, 128, 128))
   sizes = np.array([70, 70], np.int32)
-  where = tiles.layout(sizes, 140)
+  where = layout(sizes, 140)
   got, _ = scaled_product(jnp.float32(x), jnp.float32(w), 1, sizes, format, where)
   x[[33, 100]] *= 1e4
   changed, _ = scaled_product(jnp.float32(x), jnp.float32(w), 1, sizes, format, where)
