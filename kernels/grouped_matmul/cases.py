@@ -53,3 +53,11 @@ CASES = (
     Case('many rows of padding', (0, 0, 0), padding=600, k=3, n=4, poison=True),
     Case('many experts', tuple(i % 3 for i in range(384)), padding=5, k=4, n=3),
 )
+
+# For interpreters, which take long: groups, rows and columns are no multiples of a tile.
+TILED = (
+    Case('ragged tails, empty groups, poison', (130, 0, 3, 128), padding=40, k=96, n=136,
+         poison=True),
+    Case('one group has all', (0, 150, 0), k=160, n=24),
+    Case('no rows at all', (0, 0), padding=9, k=16, n=16),
+)

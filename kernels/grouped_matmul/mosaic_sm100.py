@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from composer_jax.kernels import platform, tiles
 from composer_jax.kernels.grouped_matmul import schedule
+from composer_jax.kernels.mosaic import padded, tile
 from composer_jax.kernels.quantize.types import Quantized
 
 NATIVE = frozenset({'bfloat16', 'mxfp8', 'nvfp4'})
@@ -86,8 +87,8 @@ def forward_aligned(x: Float[Array, 'A K'], w: Float[Array, 'E K N'], where: til
   """
   contracted, kept = (2, 1) if transpose else (1, 2)
   n = w.shape[kept]
-  x = _padded(x, {1: _BF16_K})
-  w = _padded(w, {contracted: _BF16_K, kept: config.columns})
+  x = padded(x, {1: _BF16_K})
+  w = padded(w, {contracted: _BF16_K, kept: config.columns})
   operands = _Operands(x, w, a_k_minor=True, b_k_minor=transpose, k=_BF16_K)
   tasks = schedule.forward(where, w.shape[kept] // config.columns, x.shape[1] // _BF16_K,
                            rows_per_tile=config.height, band=config.band)
@@ -99,7 +100,7 @@ def weight_gradient_aligned(x: Float[Array, 'A K'], dy: Float[Array, 'A N'], whe
                             config: Config = DEFAULT) -> Float[Array, 'E K N']:
   """Returns each group's `x.T @ dy` in float32; both are in the aligned layout, in bfloat16."""
   k, n = x.shape[1], dy.shape[1]
-  x, dy = _padded(x, {1: _ROWS * config.height}), _padded(dy, {1: config.columns})
+  x, dy = padded(x, {1: _ROWS * config.height}), padded(dy, {1: config.columns})
   operands = _Operands(x, dy, a_k_minor=False, b_k_minor=False, k=_BF16_K)
   tasks = schedule.weight_gradient(
       where, x.shape[1] // _ROWS, dy.shape[1] // config.columns, _BF16_K,
@@ -205,20 +206,6 @@ def _fitting(config: Config, columns: int) -> Config:
   return dataclasses.replace(config, columns=128, collective=False)
 
 
-def _padded(x: Array, multiples: dict[int, int]) -> Array:
-  """Fills axes with zeros up to multiples."""
-  fill = [(0, -side % multiples.get(axis, 1)) for axis, side in enumerate(x.shape)]
-  return jnp.pad(x, fill) if any(more for _, more in fill) else x
-
-
-def _tile(shape: tuple[int, ...], dtype: Any, stages: int) -> plgpu.SMEM:
-  """Returns a ring of tiles as TMA writes them and the tensor core reads them."""
-  bits = jnp.finfo(dtype).bits
-  swizzle = plgpu.find_swizzle(shape[-1] * bits)
-  transforms = (plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle))
-  return plgpu.SMEM((stages, *shape), dtype, transforms=transforms)
-
-
 def _run(tasks: tuple[Array, Array], operands: _Operands, out: jax.ShapeDtypeStruct, config: Config
          ) -> jax.Array:
   """Runs the kernel over the tasks."""
@@ -229,9 +216,9 @@ def _run(tasks: tuple[Array, Array], operands: _Operands, out: jax.ShapeDtypeStr
   out_columns = 64 if out.dtype == jnp.bfloat16 else 32  # 128 bytes
   tile_of = lambda rows, k_minor: (rows, o.k) if k_minor else (o.k, rows)  # noqa: E731
   scratch = {
-      'a_s': _tile(tile_of(_ROWS, o.a_k_minor), o.a.dtype, c.stages),
-      'b_s': _tile(tile_of(own_columns, o.b_k_minor), o.b.dtype, c.stages),
-      'out_s': _tile((_ROWS, out_columns), out.dtype, 2),
+      'a_s': tile(tile_of(_ROWS, o.a_k_minor), o.a.dtype, c.stages),
+      'b_s': tile(tile_of(own_columns, o.b_k_minor), o.b.dtype, c.stages),
+      'out_s': tile((_ROWS, out_columns), out.dtype, 2),
       'acc': plgpu.TMEM((_ROWS, c.columns * buffers), jnp.float32, collective=c.collective),
       'full': plgpu.Barrier(num_arrivals=4 if scaled else 2, num_barriers=c.stages),
       'empty': plgpu.Barrier(num_barriers=c.stages, orders_tensor_core=True),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from composer_jax.kernels import aot, tiles
-from composer_jax.kernels.grouped_matmul import mosaic_sm100
+from composer_jax.kernels.grouped_matmul import mosaic_sm90, mosaic_sm100
 from composer_jax.kernels.quantize.types import Quantized
 
 EXPERTS, ROWS = 384, 384 * 512
@@ -21,7 +21,7 @@ MATRICES = (('gate_up', 7168, 4096), ('down', 2048, 7168))
 
 def programs(target: aot.Target) -> list[aot.Program]:
   """Returns the programs of a target."""
-  return {'sm100': _sm100}.get(target.kind, list)()
+  return {'sm90': _sm90, 'sm100': _sm100}.get(target.kind, list)()
 
 
 def _sizes() -> jax.ShapeDtypeStruct:
@@ -41,25 +41,47 @@ def _sm100() -> list[aot.Program]:
   return found
 
 
+def _sm90() -> list[aot.Program]:
+  found, struct, a = [], jax.ShapeDtypeStruct, tiles.capacity(ROWS, EXPERTS)
+  for matrix, k, n in MATRICES:
+    for what, function, arguments, _ in _bfloat16(k, n, mosaic_sm90, mosaic_sm90.DEFAULT):
+      found.append((f'grouped_matmul {what} {matrix}', function, arguments))
+    fp8 = tuple(struct(s, jnp.float8_e4m3fn) for s in ((a, k), (EXPERTS, n, k)))
+    scales = tuple(struct(s, jnp.float32) for s in ((a,), (EXPERTS, n)))
+    found.append((f'grouped_matmul forward fp8 {matrix}', _on_layout(mosaic_sm90.forward_fp8),
+                  (*fp8, *scales)))
+  return [aot.Program(name, function, (*arguments, _sizes()),
+                      (r'wgmma\.mma_async.*e4m3' if 'fp8' in name else r'wgmma\.mma_async.*bf16',
+                       r'cp\.async\.bulk\.tensor'))
+          for name, function, arguments in found]
+
+
+def _on_layout(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+  """Returns a function of operands and group sizes, for one of operands and the layout."""
+  def call(*arguments):
+    *operands, sizes = arguments
+    return function(*operands, tiles.layout(sizes, ROWS), **options)
+  return call
+
+
+def _bfloat16(k: int, n: int, kernel: Any, config: Any
+              ) -> list[tuple[str, Callable[..., Any], tuple[Any, ...], str]]:
+  a, struct = tiles.capacity(ROWS, EXPERTS), jax.ShapeDtypeStruct
+  x, dy, w = (struct(s, jnp.bfloat16) for s in ((a, k), (a, n), (EXPERTS, k, n)))
+  forward = functools.partial(_on_layout, kernel.forward_aligned, config=config)
+  return [
+      ('forward bfloat16', forward(transpose=False), (x, w), 'kind::f16'),
+      ('dgrad bfloat16', forward(transpose=True), (dy, w), 'kind::f16'),
+      ('wgrad bfloat16', _on_layout(kernel.weight_gradient_aligned, config=config), (x, dy),
+       'kind::f16'),
+  ]
+
+
 def _passes(k: int, n: int, config: Any
             ) -> list[tuple[str, Callable[..., Any], tuple[Any, ...], str]]:
   """Returns name, function of operands and sizes, operands, and opcode of the products."""
-  a, struct = tiles.capacity(ROWS, EXPERTS), jax.ShapeDtypeStruct
-  x, dy, w = (struct(s, jnp.bfloat16) for s in ((a, k), (a, n), (EXPERTS, k, n)))
-  kernel = mosaic_sm100
-
-  def on_layout(function, **options):
-    def call(*arguments):
-      *operands, sizes = arguments
-      return function(*operands, tiles.layout(sizes, ROWS), config=config, **options)
-    return call
-
-  passes = [
-      ('forward bfloat16', on_layout(kernel.forward_aligned, transpose=False), (x, w), 'kind::f16'),
-      ('dgrad bfloat16', on_layout(kernel.forward_aligned, transpose=True), (dy, w), 'kind::f16'),
-      ('wgrad bfloat16', on_layout(kernel.weight_gradient_aligned), (x, dy), 'kind::f16'),
-  ]
-  scaled = on_layout(kernel.forward_scaled)
+  passes, a = _bfloat16(k, n, mosaic_sm100, config), tiles.capacity(ROWS, EXPERTS)
+  scaled = _on_layout(mosaic_sm100.forward_scaled, config=config)
   for format, kind in (('mxfp8', 'kind::mxf8f6f4.block_scale'),
                        ('nvfp4', r'kind::mxf4nvf4.block_scale.scale_vec::4X')):
     make = functools.partial(quantized, format)
@@ -67,8 +89,8 @@ def _passes(k: int, n: int, config: Any
     if format == 'mxfp8':
       passes += [
           (f'dgrad {format}', scaled, (make(a, n), make(k, n, EXPERTS)), kind),
-          (f'wgrad {format}', on_layout(kernel.weight_gradient_scaled), (make(k, a), make(n, a)),
-           kind)]
+          (f'wgrad {format}', _on_layout(mosaic_sm100.weight_gradient_scaled, config=config),
+           (make(k, a), make(n, a)), kind)]
   return passes
 
 

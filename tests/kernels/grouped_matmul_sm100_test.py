@@ -7,18 +7,12 @@ import pytest
 
 from composer_jax.kernels import testing, tiles
 from composer_jax.kernels.grouped_matmul import mosaic_sm100, reference, schedule
-from composer_jax.kernels.grouped_matmul.cases import Case
+from composer_jax.kernels.grouped_matmul.cases import TILED
 from composer_jax.kernels.quantize import api as quantize
 
 CONFIG = mosaic_sm100.Config(columns=128, stages=2)  # pairs of CTAs are not interpreted
-CASES = (
-    Case('ragged tails, empty groups, poison', (130, 0, 3, 128), padding=40, k=96, n=136,
-         poison=True),
-    Case('one group has all', (0, 150, 0), k=160, n=24),
-    Case('no rows at all', (0, 0), padding=9, k=16, n=16),
-)
 layout = jax.jit(tiles.layout, static_argnums=1)
-cases = pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
+cases = pytest.mark.parametrize('case', TILED, ids=lambda c: c.name)
 formats = pytest.mark.parametrize('format', ['mxfp8', 'nvfp4'])
 
 
