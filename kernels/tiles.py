@@ -46,7 +46,7 @@ def layout(group_sizes: Int[Array, 'E'], rows: int, tile: int = ROWS) -> Layout:
   """Returns the aligned layout of `rows` packed rows, those past the groups' sum left out."""
   groups = group_sizes.shape[0]
   aligned = capacity(rows, groups, tile)
-  group_sizes = group_sizes.astype(jnp.int32)
+  group_sizes = jnp.asarray(group_sizes, jnp.int32)
   tiles_of = -(-group_sizes // tile)
   tile_ends = jnp.cumsum(tiles_of)
   starts = (tile_ends - tiles_of) * tile
