@@ -24,11 +24,13 @@ class Device:
     kind: family of kernels that it can run, or None when there is none here.
     cores: streaming multiprocessors of a GPU, TensorCores of a TPU chip; 1 without either.
     name: as the vendor calls it.
+    pairs: two multiprocessors may work as one (Blackwell); interpreters cannot show that.
   """
 
   kind: Kind | None
   cores: int
   name: str
+  pairs: bool = True
 
 
 _pretended: list[Device] = []
@@ -58,13 +60,13 @@ def obstacle(kind: Kind) -> str | None:
 
 
 @contextlib.contextmanager
-def pretending(kind: Kind, cores: int = 1, name: str = '') -> Iterator[None]:
+def pretending(kind: Kind, cores: int = 1, name: str = '', pairs: bool = True) -> Iterator[None]:
   """Makes `current` answer with a device that is not here.
 
   For tracing kernels that an interpreter executes or that are only compiled: running one outside
   of an interpreter fails in JAX.
   """
-  _pretended.append(Device(kind, cores, name or kind))
+  _pretended.append(Device(kind, cores, name or kind, pairs))
   try:
     yield
   finally:

@@ -40,7 +40,8 @@ def interpreted(kind: platform.Kind, *, detect_races: bool = True, cores: int = 
       yield
     return
   parameters = plgpu.InterpretGPUParams(detect_races=detect_races, inline_mgpu='ignore')
-  with (platform.pretending(kind, cores), plgpu.force_gpu_interpret_mode(parameters), _scaled()):
+  with (platform.pretending(kind, cores, pairs=False),
+        plgpu.force_gpu_interpret_mode(parameters), _scaled()):
     try:
       yield
     except BaseException:

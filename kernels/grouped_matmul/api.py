@@ -6,16 +6,41 @@ are zero and they add nothing to the weight gradient.
 """
 
 import functools
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from composer_jax.kernels import dispatch
-from composer_jax.kernels.grouped_matmul import low_precision, ragged_dot, reference, xla
+from composer_jax.kernels.grouped_matmul import (
+    low_precision,
+    mosaic_sm90,
+    mosaic_sm100,
+    ragged_dot,
+    reference,
+    xla,
+)
 from composer_jax.kernels.quantize.types import FLOAT32, Formats
+
+
+def _kernel(name: str, functions: Any) -> dispatch.Backend:
+  """A backend that takes bfloat16, and rounded operands in formats that it multiplies as such."""
+  def refuses(x, w, formats):
+    if formats.plain:
+      given = {str(x.dtype), str(w.dtype)} - {'bfloat16'}
+      return f'it multiplies bfloat16, not {", ".join(sorted(given))}' if given else None
+    others = {formats.forward, formats.dgrad, formats.wgrad} - functions.NATIVE
+    return f'it has no products in {", ".join(sorted(others))}' if others else None
+
+  return dispatch.Backend(name, functions, functions.obstacle, ('gpu',), refuses)
+
 
 BACKENDS = (
     dispatch.Backend('xla', xla, xla.obstacle, ('cpu',)),
+    _kernel('mosaic_sm100', mosaic_sm100),
+    _kernel('mosaic_sm90', mosaic_sm90),
     dispatch.Backend('ragged_dot', ragged_dot, ragged_dot.obstacle, ('gpu', 'tpu')),
     dispatch.Backend('reference', reference, reference.obstacle, ()),
 )
@@ -31,19 +56,32 @@ def grouped_matmul(x: Float[Array, 'M K'], w: Float[Array, 'E K N'], group_sizes
     group_sizes: rows of each group, zero allowed; their sum is at most M.
     formats: what operands are rounded to, originals in each pass; by default they are multiplied as
       they are.
-    impl: "auto", "xla" (batched GEMM and blocked loop, for CPU), "ragged_dot"
-      (jax.lax.ragged_dot) or "reference". A named one never falls back.
+    impl: "auto", "xla" (batched GEMM and blocked loop, for CPU), "mosaic_sm100" (Blackwell),
+      "mosaic_sm90" (Hopper), "ragged_dot" (jax.lax.ragged_dot) or "reference". A named one never
+      falls back.
 
   Returns:
     The products, zeros in rows past the sum of the sizes.
 
   Raises:
-    ValueError: shapes that do not fit, or a backend that cannot run here.
+    ValueError: shapes or types that do not fit, sizes (where they are known) that are negative or
+      ask for more than M rows, or a backend that cannot run here or cannot take the types.
   """
   if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or group_sizes.shape != w.shape[:1]:
     raise ValueError(f'grouped_matmul: x [M, K], w [E, K, N] and group_sizes [E] do not fit: '
                      f'{x.shape}, {w.shape}, {group_sizes.shape}')
-  backend = dispatch.choose('grouped_matmul', BACKENDS, impl)
+  if not (jnp.issubdtype(x.dtype, jnp.floating) and x.dtype == w.dtype):
+    raise ValueError(f'grouped_matmul: x and w have to be of one floating type, not {x.dtype} and '
+                     f'{w.dtype}')
+  if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+    raise ValueError(f'grouped_matmul: group_sizes have to be integers, not {group_sizes.dtype}')
+  if not isinstance(group_sizes, jax.core.Tracer):
+    known = np.asarray(group_sizes)
+    if (known < 0).any() or known.sum() > x.shape[0]:
+      raise ValueError(f'grouped_matmul: group_sizes have to be >= 0 and sum up to at most the '
+                       f'{x.shape[0]} rows of x; their least is {known.min()}, their sum '
+                       f'{known.sum()}')
+  backend = dispatch.choose('grouped_matmul', BACKENDS, impl, x=x, w=w, formats=formats)
   if not formats.plain:
     return low_precision.grouped(backend.functions, formats, x, w, group_sizes)
   return _grouped_matmul(x, w, group_sizes, backend.name)

@@ -29,7 +29,7 @@ def grouped(functions: Any, formats: Formats, x: Float[Array, 'M K'], w: Float[A
     w: one matrix per group.
     group_sizes: rows of each group.
   """
-  return _product(functions, formats.forward, x, w, group_sizes, axis=1).astype(x.dtype)
+  return _product(functions, formats.forward, x, w, group_sizes, axis=1)
 
 
 def _grouped_forward(functions, formats, x, w, group_sizes):
@@ -40,7 +40,7 @@ def _grouped_backward(functions, formats, residual, dy):
   x, w, group_sizes = residual
   dx = _product(functions, formats.dgrad, dy, w, group_sizes, axis=2)
   dw = _weight_gradient(functions, formats.wgrad, x, dy, group_sizes)
-  return dx.astype(x.dtype), dw.astype(w.dtype), None
+  return dx, dw.astype(w.dtype), None
 
 
 grouped.defvjp(_grouped_forward, _grouped_backward)
@@ -52,17 +52,17 @@ def _native(functions: Any, format: Format) -> bool:
 
 def _product(functions: Any, format: Format, x: Float[Array, 'M A'], w: Array,
              group_sizes: Int[Array, 'E'], axis: int) -> Float[Array, 'M B']:
-  """Contracts the columns of `x` with an axis of `w`, 1 or 2."""
-  transpose = axis == 2
+  """Contracts the columns of `x` with an axis of `w`, 1 or 2; the result has the type of `x`."""
+  transpose, dtype = axis == 2, x.dtype
   if not _native(functions, format):
     x, w = (quantize_api.fake_quantize(x, format, 1), quantize_api.fake_quantize(w, format, axis))
-    return functions.forward(x, w, group_sizes, transpose=transpose)
+    return functions.forward(x, w, group_sizes, transpose=transpose).astype(dtype)
   if format == 'bfloat16':
     return functions.forward(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), group_sizes,
-                             transpose=transpose)
+                             transpose=transpose, dtype=dtype)
   where = tiles.layout(group_sizes, x.shape[0])
   y = functions.forward_scaled(quantize_api.quantize(tiles.spread(x, where), format),
-                               quantize_api.quantize(w, format, axis), where)
+                               quantize_api.quantize(w, format, axis), where, dtype=dtype)
   return tiles.gather(y, where)[:, :w.shape[3 - axis]]
 
 

@@ -59,20 +59,26 @@ class Config:
     return 2 if self.collective else 1
 
 
-# Pairs of multiprocessors; 256 x 256 leaves tensor memory for one accumulator and its scales.
-DEFAULT = Config(columns=256, collective=True)
+# 256 x 256 leaves tensor memory for one accumulator and its scales.
+PAIRS = Config(columns=256, collective=True)
+
+
+def _default() -> Config:
+  return PAIRS if platform.current().pairs else Config()
 
 
 def forward(x: Float[Array, 'M K'], w: Float[Array, 'E K N'], group_sizes: Int[Array, 'E'], *,
-            transpose: bool, config: Config = DEFAULT) -> Float[Array, 'M N']:
-  """Returns the grouped product in bfloat16, with the last axes of `w` swapped when `transpose`."""
+            transpose: bool, dtype: Any = jnp.bfloat16, config: Config | None = None
+            ) -> Float[Array, 'M N']:
+  """Returns the grouped product in `dtype`, with the last axes of `w` swapped when `transpose`."""
   where = tiles.layout(group_sizes, x.shape[0])
-  y = forward_aligned(tiles.spread(x, where), w, where, transpose=transpose, config=config)
+  y = forward_aligned(tiles.spread(x, where), w, where, transpose=transpose, dtype=dtype,
+                      config=config)
   return tiles.gather(y, where)
 
 
 def weight_gradient(x: Float[Array, 'M K'], dy: Float[Array, 'M N'], group_sizes: Int[Array, 'E'],
-                    *, config: Config = DEFAULT) -> Float[Array, 'E K N']:
+                    *, config: Config | None = None) -> Float[Array, 'E K N']:
   """Returns each group's `x.T @ dy` in float32."""
   where = tiles.layout(group_sizes, x.shape[0])
   return weight_gradient_aligned(tiles.spread(x, where), tiles.spread(dy, where), where,
@@ -80,11 +86,13 @@ def weight_gradient(x: Float[Array, 'M K'], dy: Float[Array, 'M N'], group_sizes
 
 
 def forward_aligned(x: Float[Array, 'A K'], w: Float[Array, 'E K N'], where: tiles.Layout, *,
-                    transpose: bool, config: Config = DEFAULT) -> Float[Array, 'A N']:
-  """Returns the grouped product of bfloat16 operands in the aligned layout, in bfloat16.
+                    transpose: bool, dtype: Any = jnp.bfloat16, config: Config | None = None
+                    ) -> Float[Array, 'A N']:
+  """Returns the grouped product of bfloat16 operands in the aligned layout, in `dtype`.
 
   Rows of tiles past the last group are not written.
   """
+  config = config or _default()
   contracted, kept = (2, 1) if transpose else (1, 2)
   n = w.shape[kept]
   x = padded(x, {1: _BF16_K})
@@ -92,13 +100,14 @@ def forward_aligned(x: Float[Array, 'A K'], w: Float[Array, 'E K N'], where: til
   operands = _Operands(x, w, a_k_minor=True, b_k_minor=transpose, k=_BF16_K)
   tasks = schedule.forward(where, w.shape[kept] // config.columns, x.shape[1] // _BF16_K,
                            rows_per_tile=config.height, band=config.band)
-  out = jax.ShapeDtypeStruct((x.shape[0], w.shape[kept]), jnp.bfloat16)
+  out = jax.ShapeDtypeStruct((x.shape[0], w.shape[kept]), dtype)
   return _run(tasks, operands, out, config)[:, :n]
 
 
 def weight_gradient_aligned(x: Float[Array, 'A K'], dy: Float[Array, 'A N'], where: tiles.Layout, *,
-                            config: Config = DEFAULT) -> Float[Array, 'E K N']:
+                            config: Config | None = None) -> Float[Array, 'E K N']:
   """Returns each group's `x.T @ dy` in float32; both are in the aligned layout, in bfloat16."""
+  config = config or _default()
   k, n = x.shape[1], dy.shape[1]
   x, dy = padded(x, {1: _ROWS * config.height}), padded(dy, {1: config.columns})
   operands = _Operands(x, dy, a_k_minor=False, b_k_minor=False, k=_BF16_K)
@@ -110,7 +119,7 @@ def weight_gradient_aligned(x: Float[Array, 'A K'], dy: Float[Array, 'A N'], whe
 
 
 def forward_scaled(x: Quantized, w: Quantized, where: tiles.Layout, *, dtype: Any = jnp.bfloat16,
-                   config: Config = DEFAULT) -> Float[Array, "A N'"]:
+                   config: Config | None = None) -> Float[Array, "A N'"]:
   """Returns the grouped product of MXFP8 or NVFP4 operands.
 
   Args:
@@ -124,7 +133,7 @@ def forward_scaled(x: Quantized, w: Quantized, where: tiles.Layout, *, dtype: An
     All columns, those that fill N up to N' are zero. Rows of tiles past the last group are not
     written.
   """
-  config = _fitting(config, w.values.shape[1])
+  config = _fitting(config or _default(), w.values.shape[1])
   operands = _scaled(x, w)
   tasks = schedule.forward(where, w.values.shape[1] // config.columns,
                            x.values.shape[1] // operands.k, rows_per_tile=config.height,
@@ -134,9 +143,9 @@ def forward_scaled(x: Quantized, w: Quantized, where: tiles.Layout, *, dtype: An
 
 
 def weight_gradient_scaled(x: Quantized, dy: Quantized, where: tiles.Layout, *,
-                           config: Config = DEFAULT) -> Float[Array, "E K' N'"]:
+                           config: Config | None = None) -> Float[Array, "E K' N'"]:
   """Returns each group's `x.T @ dy` in float32, of MXFP8 operands `[K, A]` and `[N, A]`."""
-  config = _fitting(config, dy.values.shape[0])
+  config = _fitting(config or _default(), dy.values.shape[0])
   if x.values.shape[0] % (_ROWS * config.height):
     config = dataclasses.replace(config, collective=False, columns=128)
   operands = dataclasses.replace(_scaled(x, dy), k=_ROWS)

@@ -54,10 +54,12 @@ DEFAULT_FP8 = Config(columns=128, k=128, stages=6)
 
 
 def forward(x: Float[Array, 'M K'], w: Float[Array, 'E K N'], group_sizes: Int[Array, 'E'], *,
-            transpose: bool, config: Config = DEFAULT) -> Float[Array, 'M N']:
-  """Returns the grouped product in bfloat16, with the last axes of `w` swapped when `transpose`."""
+            transpose: bool, dtype: Any = jnp.bfloat16, config: Config = DEFAULT
+            ) -> Float[Array, 'M N']:
+  """Returns the grouped product in `dtype`, with the last axes of `w` swapped when `transpose`."""
   where = tiles.layout(group_sizes, x.shape[0])
-  y = forward_aligned(tiles.spread(x, where), w, where, transpose=transpose, config=config)
+  y = forward_aligned(tiles.spread(x, where), w, where, transpose=transpose, dtype=dtype,
+                      config=config)
   return tiles.gather(y, where)
 
 
@@ -70,8 +72,9 @@ def weight_gradient(x: Float[Array, 'M K'], dy: Float[Array, 'M N'], group_sizes
 
 
 def forward_aligned(x: Float[Array, 'A K'], w: Float[Array, 'E K N'], where: tiles.Layout, *,
-                    transpose: bool, config: Config = DEFAULT) -> Float[Array, 'A N']:
-  """Returns the grouped product of bfloat16 operands in the aligned layout, in bfloat16.
+                    transpose: bool, dtype: Any = jnp.bfloat16, config: Config = DEFAULT
+                    ) -> Float[Array, 'A N']:
+  """Returns the grouped product of bfloat16 operands in the aligned layout, in `dtype`.
 
   Rows of tiles past the last group are not written.
   """
@@ -81,7 +84,7 @@ def forward_aligned(x: Float[Array, 'A K'], w: Float[Array, 'E K N'], where: til
   w = padded(w, {contracted: config.k, kept: config.columns})
   tasks = schedule.forward(where, w.shape[kept] // config.columns, x.shape[1] // config.k,
                            band=config.band)
-  out = jax.ShapeDtypeStruct((x.shape[0], w.shape[kept]), jnp.bfloat16)
+  out = jax.ShapeDtypeStruct((x.shape[0], w.shape[kept]), dtype)
   return _run(tasks, x, w, out, config, a_k_minor=True, b_k_minor=transpose)[:, :n]
 
 

@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from composer_jax.kernels import platform, testing
 from composer_jax.kernels.grouped_matmul import api, xla
-from composer_jax.kernels.grouped_matmul.cases import CASES
+from composer_jax.kernels.grouped_matmul.cases import CASES, Case
+from composer_jax.kernels.quantize.types import Formats
 
-BACKENDS = [backend.name for backend in api.BACKENDS]
+# Those of accelerators have tests of their own.
+BACKENDS = [backend.name for backend in api.BACKENDS if backend.obstacle() is None]
 
 
 def _oracle(x, w, sizes, dy):
@@ -114,7 +117,8 @@ def test_auto_takes_the_cpu_backend_and_a_name_never_falls_back(monkeypatch):
                                 api.grouped_matmul(x, w, sizes, impl='xla'))
   with pytest.raises(ValueError, match='unknown impl .pallas.'):
     api.grouped_matmul(x, w, sizes, impl='pallas')
-  broken = [api.dispatch.Backend('xla', None, lambda: 'no such unit', ('cpu',)), api.BACKENDS[1]]
+  broken = [api.dispatch.Backend('xla', None, lambda: 'no such unit', ('cpu',)),
+            next(b for b in api.BACKENDS if b.name == 'ragged_dot')]
   monkeypatch.setattr(api, 'BACKENDS', broken)
   with pytest.raises(ValueError, match='cannot run here: no such unit'):
     api.grouped_matmul(x, w, sizes, impl='xla')
@@ -122,6 +126,46 @@ def test_auto_takes_the_cpu_backend_and_a_name_never_falls_back(monkeypatch):
     api.grouped_matmul(x, w, sizes)
 
 
-def test_shapes_that_do_not_fit():
-  with pytest.raises(ValueError, match='do not fit'):
-    api.grouped_matmul(jnp.ones((4, 3)), jnp.ones((2, 5, 6)), jnp.array([2, 2]))
+@pytest.mark.parametrize('x, w, sizes, said', [
+    (jnp.ones((4, 3)), jnp.ones((2, 5, 6)), [2, 2], 'do not fit'),
+    (jnp.ones((4, 3)), jnp.ones((2, 3, 6), jnp.bfloat16), [2, 2], 'float32 and bfloat16'),
+    (jnp.ones((4, 3), int), jnp.ones((2, 3, 6), int), [2, 2], 'int32'),
+    (jnp.ones((4, 3)), jnp.ones((2, 3, 6)), [2.0, 2.0], 'integers'),
+    (jnp.ones((4, 3)), jnp.ones((2, 3, 6)), [3, 2], 'the 4 rows of x.*their sum 5'),
+    (jnp.ones((4, 3)), jnp.ones((2, 3, 6)), [-1, 2], 'their least is -1')])
+def test_what_does_not_fit_is_refused(x, w, sizes, said):
+  with pytest.raises(ValueError, match=said):
+    api.grouped_matmul(x, w, jnp.array(sizes))
+
+
+@pytest.mark.parametrize('kind, impl', [('sm90', 'mosaic_sm90'), ('sm100', 'mosaic_sm100')])
+def test_kernels_say_what_they_do_not_take(kind, impl):
+  x, w, sizes = jnp.ones((4, 3)), jnp.ones((2, 3, 6)), jnp.array([2, 2])
+  with pytest.raises(ValueError, match='needs a'):
+    api.grouped_matmul(x, w, sizes, impl=impl)
+  with platform.pretending(kind):
+    with pytest.raises(ValueError, match='multiplies bfloat16, not float32'):
+      api.grouped_matmul(x, w, sizes, impl=impl)
+    with pytest.raises(ValueError, match='no products in float32'):
+      api.grouped_matmul(x, w, sizes, impl=impl, formats=Formats('bfloat16'))
+
+
+@pytest.mark.parametrize('kind, impl, formats', [
+    ('sm90', 'mosaic_sm90', Formats('bfloat16', 'bfloat16', 'bfloat16')),
+    ('sm100', 'mosaic_sm100', Formats('nvfp4', 'mxfp8', 'mxfp8'))])
+def test_rounded_formats_on_a_kernel_are_those_of_the_emulation(kind, impl, formats):
+  x, w, sizes, dy = Case('', (33, 0, 130), padding=9, k=40, n=24, poison=True).arrays()
+
+  def passes(impl):
+    def run(x, w, dy):
+      y, pull = jax.vjp(lambda x, w: api.grouped_matmul(x, w, sizes, formats=formats, impl=impl),
+                        x, w)
+      return y, *pull(dy)
+    return jax.jit(run)(x, w, dy)
+
+  want = passes('xla')
+  with testing.interpreted(kind):
+    got = passes(impl)
+  for ours, emulated in zip(got, want, strict=True):
+    assert ours.dtype == emulated.dtype
+    np.testing.assert_allclose(ours, emulated, rtol=0, atol=1e-5 * np.abs(emulated).max())
