@@ -47,7 +47,8 @@ def build(cls: type[T], mapping: Mapping[str, Any], path: str = 'config') -> T:
   """Builds the frozen dataclass `cls` from a mapping (a dict or a ConfigDict).
 
   Args:
-    cls: dataclass type; nested dataclasses, `X | None`, lists, tuples and dicts are followed.
+    cls: dataclass type; nested dataclasses, `X | None`, lists, tuples and dicts are followed. A
+      nested one with a class method `named` (name -> instance) may be given by name.
     mapping: the values; fields left out take the dataclass default. Mappings inside are put in
       the order of their keys.
     path: where the mapping sits, for messages.
@@ -118,6 +119,11 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
       raise UserError(f'{where}: {value!r} is not one of {options}')
     return value
   if dataclasses.is_dataclass(hint):
+    if isinstance(value, str) and hasattr(hint, 'named'):
+      known = hint.named()
+      if value not in known:
+        raise UserError(f'{where}: there is no {value!r} (there are: {", ".join(known)})')
+      return known[value]
     if isinstance(value, hint):
       return value
     if not hasattr(value, 'items'):

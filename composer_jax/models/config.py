@@ -81,7 +81,8 @@ class ModelConfig:
     scan_unroll: layers per iteration of the layer scan; as many as layers means no loop.
     attention: form of the attention, all computing the same function: "expanded" makes keys and
       values for every head, "absorbed" works on the latents, "auto" follows `mla.choose_form`.
-    precision: in which format each matrix product runs; parameters are float32 whatever it says.
+    precision: in which format each matrix product runs, or the name of a policy of
+      `precision.POLICIES`; parameters are float32 whatever it says.
   """
 
   vocab_size: int = 512

@@ -61,6 +61,11 @@ class Policy:
       raise ValueError('precision.embeddings can be float32 or bfloat16: a lookup contracts '
                        'nothing that a block scale could follow')
 
+  @classmethod
+  def named(cls) -> 'dict[str, Policy]':
+    """Returns the policies that a config may name."""
+    return POLICIES
+
   @property
   def kv_b(self) -> Formats:
     """Formats of the up-projection from the latent: those of attention, at least bfloat16.

@@ -163,3 +163,11 @@ def test_policies_as_data():
 def test_refused_policies(change, message):
   with pytest.raises(UserError, match=message):
     build(models.ModelConfig, change)
+
+
+def test_a_config_may_name_a_policy():
+  named, spelled = (build(models.ModelConfig, as_dict(CONFIG) | {'precision': precision})
+                    for precision in ('nvfp4_rl', as_dict(models.POLICIES['nvfp4_rl'])))
+  assert named == spelled
+  with pytest.raises(UserError, match="precision: there is no 'fp8'.*mxfp8_cpt"):
+    build(models.ModelConfig, as_dict(CONFIG) | {'precision': 'fp8'})
