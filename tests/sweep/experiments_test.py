@@ -12,7 +12,8 @@ from composer_jax.sweep import trials
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / 'experiments'
 # File -> number of trials, and the first stage that the trials do not share.
 SWEEPS = {'ablations/cpt_amount.py': (3, 'cpt'), 'ablations/length_penalty.py': (5, 'rl'),
-          'ablations/mixture.py': (3, 'cpt'), 'tiny/composer2_seeds.py': (3, 'data')}
+          'ablations/mixture.py': (3, 'cpt'), 'ablations/precision.py': (4, 'cpt'),
+          'tiny/composer2_seeds.py': (3, 'data')}
 
 
 def recipes(file):
