@@ -18,6 +18,7 @@ from composer_jax.kernels.grouped_matmul import (
     low_precision,
     mosaic_sm90,
     mosaic_sm100,
+    pallas_tpu,
     ragged_dot,
     reference,
     xla,
@@ -25,22 +26,25 @@ from composer_jax.kernels.grouped_matmul import (
 from composer_jax.kernels.quantize.types import FLOAT32, Formats
 
 
-def _kernel(name: str, functions: Any) -> dispatch.Backend:
-  """A backend that takes bfloat16, and rounded operands in formats that it multiplies as such."""
+def _kernel(name: str, functions: Any, platform: str, *types: str) -> dispatch.Backend:
+  """A backend that multiplies some types, and rounded operands in the formats of its `NATIVE`."""
   def refuses(x, w, formats):
     if formats.plain:
-      given = {str(x.dtype), str(w.dtype)} - {'bfloat16'}
-      return f'it multiplies bfloat16, not {", ".join(sorted(given))}' if given else None
+      given = {str(x.dtype), str(w.dtype)}.difference(types)
+      return f'it multiplies {types[0]}, not {", ".join(sorted(given))}' if given else None
     others = {formats.forward, formats.dgrad, formats.wgrad} - functions.NATIVE
-    return f'it has no products in {", ".join(sorted(others))}' if others else None
+    if others and 'float32' not in types:  # in which other formats are emulated
+      return f'it has no products in {", ".join(sorted(others))}'
+    return None
 
-  return dispatch.Backend(name, functions, functions.obstacle, ('gpu',), refuses)
+  return dispatch.Backend(name, functions, functions.obstacle, (platform,), refuses)
 
 
 BACKENDS = (
     dispatch.Backend('xla', xla, xla.obstacle, ('cpu',)),
-    _kernel('mosaic_sm100', mosaic_sm100),
-    _kernel('mosaic_sm90', mosaic_sm90),
+    _kernel('mosaic_sm100', mosaic_sm100, 'gpu', 'bfloat16'),
+    _kernel('mosaic_sm90', mosaic_sm90, 'gpu', 'bfloat16'),
+    _kernel('pallas_tpu', pallas_tpu, 'tpu', 'bfloat16', 'float32'),
     dispatch.Backend('ragged_dot', ragged_dot, ragged_dot.obstacle, ('gpu', 'tpu')),
     dispatch.Backend('reference', reference, reference.obstacle, ()),
 )
@@ -57,8 +61,8 @@ def grouped_matmul(x: Float[Array, 'M K'], w: Float[Array, 'E K N'], group_sizes
     formats: what operands are rounded to, originals in each pass; by default they are multiplied as
       they are.
     impl: "auto", "xla" (batched GEMM and blocked loop, for CPU), "mosaic_sm100" (Blackwell),
-      "mosaic_sm90" (Hopper), "ragged_dot" (jax.lax.ragged_dot) or "reference". A named one never
-      falls back.
+      "mosaic_sm90" (Hopper), "pallas_tpu", "ragged_dot" (jax.lax.ragged_dot) or "reference". A
+      named one never falls back.
 
   Returns:
     The products, zeros in rows past the sum of the sizes.

@@ -1,6 +1,7 @@
 """What is compiled ahead of time: the grouped matmul at the shapes of Kimi K2.5.
 
-384 experts, D = 7168, F = 2048, 512 rows an expert.
+384 experts, D = 7168, F = 2048, 512 rows an expert; on TPUs the 48 experts that a device has when
+eight share them, as the memory of a v6e holds no more.
 """
 
 import functools
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from composer_jax.kernels import aot, tiles
-from composer_jax.kernels.grouped_matmul import mosaic_sm90, mosaic_sm100
+from composer_jax.kernels.grouped_matmul import mosaic_sm90, mosaic_sm100, pallas_tpu
 from composer_jax.kernels.quantize.types import Quantized
 
 EXPERTS, ROWS = 384, 384 * 512
@@ -21,7 +22,7 @@ MATRICES = (('gate_up', 7168, 4096), ('down', 2048, 7168))
 
 def programs(target: aot.Target) -> list[aot.Program]:
   """Returns the programs of a target."""
-  return {'sm90': _sm90, 'sm100': _sm100}.get(target.kind, list)()
+  return {'sm90': _sm90, 'sm100': _sm100, 'tpu': _tpu}.get(target.kind, list)()
 
 
 def _sizes() -> jax.ShapeDtypeStruct:
@@ -54,6 +55,22 @@ def _sm90() -> list[aot.Program]:
                       (r'wgmma\.mma_async.*e4m3' if 'fp8' in name else r'wgmma\.mma_async.*bf16',
                        r'cp\.async\.bulk\.tensor'))
           for name, function, arguments in found]
+
+
+def _tpu() -> list[aot.Program]:
+  found, struct, experts, rows = [], jax.ShapeDtypeStruct, EXPERTS // 8, ROWS // 8
+  sizes = struct((experts,), jnp.int32)
+  for matrix, k, n in MATRICES:
+    x, dy, w = (struct(s, jnp.bfloat16) for s in ((rows, k), (rows, n), (experts, k, n)))
+    forward = functools.partial(functools.partial, pallas_tpu.forward)
+    found += [
+        aot.Program(f'grouped_matmul forward bfloat16 {matrix}', forward(transpose=False),
+                    (x, w, sizes)),
+        aot.Program(f'grouped_matmul dgrad bfloat16 {matrix}', forward(transpose=True),
+                    (dy, w, sizes)),
+        aot.Program(f'grouped_matmul wgrad bfloat16 {matrix}', pallas_tpu.weight_gradient,
+                    (x, dy, sizes))]
+  return found
 
 
 def _on_layout(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
