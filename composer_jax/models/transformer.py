@@ -99,8 +99,13 @@ def logical_axes(config: config_lib.ModelConfig) -> Params:
 def head(config: config_lib.ModelConfig, params: Params, hidden: Float[Array, '... D']
          ) -> Float[Array, '... V']:
   """Returns logits in float32 of normalised hidden states."""
-  weight = params['embed'].T if config.tie_word_embeddings else params['head']
-  return layers.linear(hidden, weight, config.precision.head).astype(jnp.float32)
+  return layers.linear(hidden, head_weight(config, params), config.precision.head).astype(
+      jnp.float32)
+
+
+def head_weight(config: config_lib.ModelConfig, params: Params) -> Float[Array, 'D V']:
+  """Returns the matrix of the output head."""
+  return params['embed'].T if config.tie_word_embeddings else params['head']
 
 
 def forward(config: config_lib.ModelConfig, params: Params, tokens: Int[Array, 'B S'], *,

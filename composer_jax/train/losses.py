@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from composer_jax.batch import Batch
 from composer_jax.config import check_least
+from composer_jax.kernels.linear_cross_entropy.api import linear_cross_entropy
 from composer_jax.models import transformer
 from composer_jax.models.config import ModelConfig
 from composer_jax.models.router import Sequences
@@ -35,8 +36,9 @@ class LossConfig:
       arXiv 2412.19437, eq. 17, which uses 1e-4); 0 is off.
     router_z_weight: weight of the routers' z-loss (ST-MoE, arXiv 2202.08906, which uses 1e-3); 0 is
       off.
-    head_chunk: sequence positions whose logits are held at once (each chunk's are computed again in
-      the backward pass); 0 holds all. `[B, S, V]` in float32 is 172 GB for Kimi K2.5 at 262144.
+    head_chunk: logits that are held at once, in sequence positions (each chunk's are computed again
+      in the backward pass; without MTP a chunk has all positions and some of the classes); 0 holds
+      all. `[B, S, V]` in float32 is 172 GB for Kimi K2.5 at 262144.
   """
 
   mtp_weight: float = 0.0
@@ -78,8 +80,11 @@ def make_lm_loss(model_config: ModelConfig, config: LossConfig) -> LossFn:
       arrays |= {'mtp_hidden': out.mtp_hidden}
       weights = mtp_weights(batch.weights, batch.segment_ids)
       arrays |= {'mtp_mask': weights > 0}
-    costs = over_chunks(lambda a: _token_costs(model_config, params, a), arrays, ahead,
-                        config.head_chunk)
+    if config.head_chunk and not with_mtp:
+      costs = _fused_costs(model_config, params, ahead['hidden'], arrays, config.head_chunk)
+    else:
+      costs = over_chunks(lambda a: _token_costs(model_config, params, a), arrays, ahead,
+                          config.head_chunk)
     metrics = {'cross_entropy': weighted_mean(costs['nll'], batch.weights, batch.denominator)}
     loss = metrics['cross_entropy']
     if config.z_weight:
@@ -106,6 +111,17 @@ def _token_costs(model_config: ModelConfig, params: Any, a: dict[str, Array]) ->
     student = transformer.head(model_config, params, a['mtp_hidden'])
     costs['kl'] = self_distillation(student, logits[:, 1:], a['mtp_mask'])
   return costs
+
+
+def _fused_costs(model_config: ModelConfig, params: Any, hidden: Float[Array, 'R S D'],
+                 arrays: dict[str, Array], chunk: int) -> dict[str, Array]:
+  """The terms of the main head, with as many logits at once as a chunk of positions has."""
+  weight = transformer.head_weight(model_config, params)
+  nll, lse = linear_cross_entropy(
+      hidden.reshape(-1, hidden.shape[-1]), weight, arrays['targets'].reshape(-1),
+      arrays['mask'].reshape(-1), formats=model_config.precision.head,
+      chunk_bytes=4 * hidden.shape[0] * chunk * weight.shape[1])
+  return {'nll': nll.reshape(hidden.shape[:2]), 'lse': lse.reshape(hidden.shape[:2])}
 
 
 def cross_entropy(

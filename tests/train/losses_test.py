@@ -128,6 +128,21 @@ def test_mtp_weight_zero_leaves_main_gradients_identical(model_config, params, m
   jax.tree.map(np.testing.assert_array_equal, with_layer, without)
 
 
+@pytest.mark.parametrize('mtp_weight', [0.0, 0.3])
+def test_head_chunk_changes_neither_loss_nor_gradient(model_config, params, make_batch, mtp_weight):
+  batch = make_batch(3, 16)
+
+  def run(head_chunk):
+    loss_fn = losses.make_lm_loss(model_config, losses.LossConfig(
+        mtp_weight=mtp_weight, z_weight=1e-2, head_chunk=head_chunk))
+    return jax.jit(jax.value_and_grad(lambda p: loss_fn(p, batch)[0]))(params)
+
+  (loss, gradient), (whole_loss, whole) = run(4), run(0)
+  np.testing.assert_allclose(loss, whole_loss, rtol=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(
+      a, b, rtol=0, atol=1e-5 * max(np.abs(b).max(), 1e-6)), gradient, whole)
+
+
 @pytest.mark.parametrize('chunk', [1, 4, 8])
 def test_chunks_change_nothing(chunk):
   rng = np.random.default_rng(3)
