@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
+from composer_jax.kernels import platform as platform_lib
 
 _logger = logging.getLogger(__name__)
 _announced: set[tuple[str, str]] = set()
@@ -44,7 +44,7 @@ def choose(op: str, backends: Sequence[Backend], impl: str, **problem: Any) -> B
     ValueError: no such backend, or the named one (or, under "auto", every one) cannot run here or
       cannot take the problem.
   """
-  platform = jax.default_backend()
+  platform = platform_lib.family()
   if impl == 'auto':
     refused = []
     for backend in backends:

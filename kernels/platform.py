@@ -51,6 +51,13 @@ def current() -> Device:
   return Device(None, 1, name)
 
 
+def family() -> str:
+  """Returns "cpu", "gpu" or "tpu", whichever the current device is."""
+  if _pretended:
+    return 'tpu' if _pretended[-1].kind == 'tpu' else 'gpu'
+  return jax.default_backend()
+
+
 def obstacle(kind: Kind) -> str | None:
   """Returns why kernels of a kind cannot run on the current device, or None when they can."""
   device = current()

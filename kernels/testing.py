@@ -1,7 +1,8 @@
 """Runs the code of kernels on a CPU, for tests: the one file that touches private parts of JAX.
 
-The Mosaic GPU interpreter of JAX 0.12 lacks the block-scaled matrix product of Blackwell; `_scaled`
-adds it. Not interpreted: pairs of CTAs (`collective_axis`), gathers by TMA, other devices.
+The Mosaic GPU interpreter of JAX 0.12 lacks the block-scaled matrix product of Blackwell and, on
+Hopper, products whose left side is in registers; `_extended` adds them. Not interpreted: pairs of
+CTAs (`collective_axis`), gathers by TMA, other devices.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ def interpreted(kind: platform.Kind, *, detect_races: bool = True, cores: int = 
     return
   parameters = plgpu.InterpretGPUParams(detect_races=detect_races, inline_mgpu='ignore')
   with (platform.pretending(kind, cores, pairs=False),
-        plgpu.force_gpu_interpret_mode(parameters), _scaled()):
+        plgpu.force_gpu_interpret_mode(parameters), _extended()):
     try:
       yield
     except BaseException:
@@ -57,12 +58,13 @@ def unpack_scales(packed: np.ndarray) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _scaled() -> Iterator[None]:
-  """Adds `async_copy_scales_to_tmem` and the scales of `tcgen05_mma` to the interpreter."""
+def _extended() -> Iterator[None]:
+  """Adds `async_copy_scales_to_tmem`, scales of `tcgen05_mma` and registers of `wgmma`."""
   interpret = jaxpr_interpret.JaxprInterpreter.interpret
   memory_of = gpu_callbacks._get_shared_memory
   own = threading.local()  # the kernel's threads are threads here
   copy, product = gpu_callbacks.TcGen05Copy.__call__, gpu_callbacks.TcGen05Mma.__call__
+  wgmma = gpu_callbacks.wgmma
 
   def interpret_scales(self, jaxpr, token, *arguments):
     scales = primitives.async_copy_scales_to_tmem_p
@@ -116,7 +118,18 @@ def _scaled() -> Iterator[None]:
     with changed(load=dequantized):
       return product(bare, clock, thread)
 
-  with (mock.patch.object(jaxpr_interpret.JaxprInterpreter, 'interpret', interpret_scales),
+  def wgmma_of_registers(**arguments):
+    left = np.asarray(arguments['a_allocation_key_as_array'])
+    if left.ndim < 2:  # the key of a buffer
+      return wgmma(**arguments)
+    waiting = [left]  # for the first read, which is that of the left side
+    accumulator = {'a_allocation_key_as_array': arguments['acc_allocation_key_as_array'],
+                   'a_transforms': arguments['acc_transforms']}
+    with changed(load=lambda _, value: waiting.pop() if waiting else value):
+      return wgmma(**(arguments | accumulator))
+
+  with (mock.patch.object(gpu_callbacks, 'wgmma', wgmma_of_registers),
+        mock.patch.object(jaxpr_interpret.JaxprInterpreter, 'interpret', interpret_scales),
         mock.patch.object(gpu_callbacks, '_get_shared_memory', memory_or_changed),
         mock.patch.object(gpu_callbacks.TcGen05Copy, '__call__', copy_scales),
         mock.patch.object(gpu_callbacks.TcGen05Mma, '__call__', scaled_product)):

@@ -1,17 +1,12 @@
-"""Softmax attention with its gradient written out, the inner loop of training.
-
-Automatic differentiation of a softmax keeps and re-reads several `[B, H, S, T]` arrays. Here the
-forward pass normalises after the product with the values, and the backward pass rebuilds the
-weights from the logits and their log-sum (the algebra of FlashAttention-2, arXiv 2307.08691).
-"""
+"""Attention over entries of which a mask says who sees what: for generation, with a cache."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from composer_jax.models import precision
+from composer_jax.kernels.mla_attention import api
 
-MASKED = -1e30  # exp of it is exactly 0: what is masked cannot change a bit of the result
+MASKED = api.MASKED
 
 
 def attend(q: Float[Array, 'B S H P'], k: Float[Array, 'B T H P'], v: Float[Array, 'B T H N'],
@@ -30,27 +25,11 @@ def attend(q: Float[Array, 'B S H P'], k: Float[Array, 'B T H P'], v: Float[Arra
 
 @jax.custom_vjp
 def _attend(q, k, v, mask):
-  return _forward(q, k, v, mask)[0]
-
-
-def _forward(q, k, v, mask):
-  logits = jnp.where(mask[:, None], precision.einsum('bhsd,bhtd->bhst', q, k), MASKED)
-  largest = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
-  weights = jnp.exp(logits - largest)
-  total = weights.sum(axis=-1, keepdims=True)
-  out = precision.einsum('bhst,bhtn->bhsn', weights, v) / total
-  return out, (q, k, v, logits, largest + jnp.log(total), out)
+  return api.masked_forward(q, k, v, mask)[0]
 
 
 def _backward(residual, gradient):
-  # Without the barrier the compiler would keep the forward pass's weights after all.
-  q, k, v, logits, log_total, out = jax.lax.optimization_barrier(residual)
-  weights = jnp.exp(logits - log_total)
-  mean = (gradient * out).sum(axis=-1, keepdims=True)
-  d_logits = weights * (precision.einsum('bhsn,bhtn->bhst', gradient, v) - mean)
-  return (precision.einsum('bhst,bhtd->bhsd', d_logits, k),
-          precision.einsum('bhst,bhsd->bhtd', d_logits, q),
-          precision.einsum('bhst,bhsn->bhtn', weights, gradient), None)
+  return *api.masked_backward(residual, gradient), None
 
 
-_attend.defvjp(_forward, _backward)
+_attend.defvjp(api.masked_forward, _backward)

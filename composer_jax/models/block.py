@@ -22,6 +22,7 @@ class Context:
   Attributes:
     cos: cosine table of the tokens' positions.
     sin: sine table.
+    segment_ids: documents 1, 2, ... of each row, 0 for padding.
     mask: which token sees which other token of this call.
     valid: False for padding.
     held: for each piece of the cache, which of its entries each token sees (a middle axis of 1 when
@@ -31,6 +32,7 @@ class Context:
 
   cos: Float[Array, 'B S R2']
   sin: Float[Array, 'B S R2']
+  segment_ids: Int[Array, 'B S']
   mask: Bool[Array, 'B S S']
   valid: Bool[Array, 'B S']
   held: tuple[Bool[Array, 'B Q M'], ...] | None = None
@@ -48,7 +50,7 @@ def make_context(config: config_lib.ModelConfig, positions: Int[Array, 'B S'],
   sequences = None
   if document_weights is not None:
     sequences = router_lib.Sequences.of(segment_ids, document_weights)
-  return Context(cos, sin, mask, segment_ids != 0, held or None, sequences)
+  return Context(cos, sin, segment_ids, mask, segment_ids != 0, held or None, sequences)
 
 
 class Block(nnx.Module):
@@ -73,7 +75,8 @@ class Block(nnx.Module):
     eps = self.config.rms_norm_eps
     normed = layers.rms_norm(x, self.attention_norm[...], eps)
     pieces = list(zip(cached, context.held or (), strict=True))
-    out, new = self.attention(normed, context.cos, context.sin, context.mask, pieces)
+    out, new = self.attention(normed, context.cos, context.sin, context.segment_ids, context.mask,
+                              pieces)
     x = x + out
     normed = layers.rms_norm(x, self.ffn_norm[...], eps)
     if not self.routed:

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
+from composer_jax.kernels.mla_attention.api import mla_attention
 from composer_jax.models import attend, layers, precision, rope
 from composer_jax.models import config as config_lib
 
@@ -82,7 +83,8 @@ class Attention(nnx.Module):
     return jnp.concatenate([latent, rope.rotate(rotary, cos, sin)], axis=-1)
 
   def __call__(self, x: Float[Array, 'B S D'], cos: Float[Array, 'B S R2'],
-               sin: Float[Array, 'B S R2'], mask: Bool[Array, 'B S S'],
+               sin: Float[Array, 'B S R2'], segment_ids: Int[Array, 'B S'],
+               mask: Bool[Array, 'B S S'],
                cached: Sequence[tuple[Float[Array, 'B M C+R'], Bool[Array, 'B Q M']]] = ()
                ) -> tuple[Float[Array, 'B S D'], Float[Array, 'B S C+R']]:
     """Attends over cached tokens and over the new ones.
@@ -91,6 +93,7 @@ class Attention(nnx.Module):
       x: normalised residual stream of the new tokens.
       cos: cosine table of their positions.
       sin: sine table.
+      segment_ids: their documents, 0 for padding.
       mask: which new tokens see which.
       cached: pieces of the cache: latents of earlier tokens, and which of them each new token sees
         (Q is S, or 1 when all see the same).
@@ -104,11 +107,14 @@ class Attention(nnx.Module):
               for entries, seen in cached]
     pieces.append((new, mask))
     form = choose_form(self.config, x.shape[1], sum(entries.shape[1] for entries, _ in cached))
-    out = (self._expanded if form == 'expanded' else self._absorbed)(query, pieces)
+    if form == 'expanded':
+      out = self._expanded(query, pieces, None if cached else segment_ids)
+    else:
+      out = self._absorbed(query, pieces)
     return self._linear(out.reshape(*out.shape[:2], -1), self.o, rows=2), new
 
-  def _expanded(self, query, pieces):
-    """Softmax attention over keys and values of every head."""
+  def _expanded(self, query, pieces, segment_ids):
+    """Softmax attention over keys and values of every head; `segment_ids` None with a cache."""
     c, dtype = self.config, query[0].dtype
     entries = jnp.concatenate([entries.astype(dtype) for entries, _ in pieces], axis=1)
     shape = query[0].shape[:2]
@@ -118,8 +124,10 @@ class Attention(nnx.Module):
     kv = layers.linear(latent, self.kv_b[...], c.precision.kv_b)
     keys, values = jnp.split(kv, [c.qk_nope_head_dim], axis=-1)
     shared = jnp.broadcast_to(shared[:, :, None, :], (*keys.shape[:3], shared.shape[-1]))
-    return attend.attend(jnp.concatenate(query, axis=-1),
-                         jnp.concatenate([keys, shared], axis=-1), values, mask)
+    query, keys = jnp.concatenate(query, axis=-1), jnp.concatenate([keys, shared], axis=-1)
+    if segment_ids is None:
+      return attend.attend(query, keys, values, mask)
+    return mla_attention(query, keys, values, segment_ids)
 
   def _absorbed(self, query, pieces):
     """Softmax attention over latents; heads and new tokens share one row axis."""

@@ -121,7 +121,8 @@ def test_gradients_of_expanded_and_absorbed_agree():
 
     def total(layer, x):
       context = block.make_context(config, positions, SEGMENTS)
-      out, _ = layers.bind(mla.Attention, config, layer)(x, context.cos, context.sin, context.mask)
+      out, _ = layers.bind(mla.Attention, config, layer)(
+          x, context.cos, context.sin, context.segment_ids, context.mask)
       return jnp.sum(out * direction)
 
     return jax.jit(jax.value_and_grad(total, (0, 1)))(layer, x)

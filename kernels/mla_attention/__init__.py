@@ -1,0 +1,1 @@
+"""Causal attention within packed documents, keys wider than values."""
