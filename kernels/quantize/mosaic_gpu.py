@@ -1,0 +1,305 @@
+"""Quantisation for Hopper and Blackwell: one pass over tiles of 128 rows and columns.
+
+Persistent programs, several a multiprocessor, of one warpgroup each: TMA brings a tile into shared
+memory, a thread takes a row (for the transposed copy the tensor core's layout gives a column to
+four threads), and values and scales go out by TMA, the scales in the layout in which tcgen05 reads
+them. The next tile is on its way while one is written out; other programs of the multiprocessor
+fill the remaining gaps.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from composer_jax.kernels import platform
+from composer_jax.kernels.mosaic import tile
+from composer_jax.kernels.quantize.types import Quantized
+
+_TILE = 128
+_SMEM = 200 * 1024  # bytes of a multiprocessor that its programs share
+_MXFP8_BLOCK, _NVFP4_BLOCK = 32, 16
+_INFINITY = 0x7F800000  # bits of float32
+_LEAST = 2.0 ** -116 * 2688  # rows below it become zeros, see `reference`
+
+
+def obstacle() -> str | None:
+  """Says what is missing, None on a Hopper or Blackwell GPU."""
+  return None if platform.obstacle('sm90') is None else platform.obstacle('sm100')
+
+
+def obstacle_nvfp4() -> str | None:
+  """Says what is missing, None on a Blackwell GPU: Hopper does not convert to E2M1."""
+  return platform.obstacle('sm100')
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+  """What a kernel does.
+
+  Attributes:
+    format: of the row-wise copy: "mxfp8" or "nvfp4".
+    transposed: write the column-wise copy too, in MXFP8.
+    swiglu: the input is gate and up side by side.
+    columns: tiles of columns of the result.
+    dtype: of the input.
+  """
+
+  format: str
+  transposed: bool
+  swiglu: bool
+  columns: int
+  dtype: jnp.dtype
+
+  @property
+  def parts(self) -> int:
+    """Arrays of the size of the result that are read."""
+    return 2 if self.swiglu else 1
+
+  @property
+  def halves(self) -> int:
+    """Pieces of 128 bytes across that a tile is loaded in."""
+    return _TILE * self.dtype.itemsize // 128
+
+  @property
+  def steps(self) -> int:
+    """Tiles that a task loads: one, or NVFP4's rows twice, as their largest value comes first."""
+    return 2 * self.columns if self.format == 'nvfp4' else 1
+
+  @property
+  def programs(self) -> int:
+    """Programs of a multiprocessor."""
+    size = self.parts * self.dtype.itemsize + 1 + self.transposed
+    return max(1, min(4, _SMEM // (size * _TILE * _TILE)))
+
+  @property
+  def row_layout(self):
+    """A thread a row, 16 bytes at a time."""
+    return plgpu.Layout.TCGEN05_TMEM_NATIVE(16 // self.dtype.itemsize)
+
+
+def quantize(x: Float[Array, "*experts R' K'"], format: str) -> Quantized:
+  """Returns `x`, whose last two axes are multiples of 128, in a format; see `api.quantize`."""
+  *experts, rows, columns = x.shape
+  flat = x.reshape(-1, columns)
+  rowwise, _ = _run(flat, jnp.full((1,), flat.shape[0] // _TILE, jnp.int32), format)
+  return jax.tree.map(lambda a: a.reshape(
+      *experts, a.shape[0] * rows // flat.shape[0], *a.shape[1:]), rowwise)
+
+
+def quantize_both(x: Float[Array, 'A K'], format: str, tiles: Int[Array, '1']
+                  ) -> tuple[Quantized, Quantized]:
+  """Returns both copies of bfloat16 rows, sides multiples of 128; see `api.quantize_both`."""
+  return _run(x, tiles, format, transposed=True)
+
+
+def swiglu_quantize(gate_up: Float[Array, 'A F2'], format: str, tiles: Int[Array, '1']
+                    ) -> Quantized:
+  """Returns the product, A and F multiples of 128, in a format; see `api.swiglu_quantize`."""
+  return _run(gate_up, tiles, format, swiglu=True)[0]
+
+
+def _run(x: Array, tiles: Int[Array, '1'], format: str, *, transposed: bool = False,
+         swiglu: bool = False) -> tuple[Quantized, Quantized | None]:
+  """Quantises the first `tiles` tiles of rows."""
+  plan = _Plan(format, transposed, swiglu, x.shape[1] // _TILE // (2 if swiglu else 1), x.dtype)
+  rows, columns, p = x.shape[0], plan.columns * _TILE, plan
+  struct = jax.ShapeDtypeStruct
+  nvfp4 = format == 'nvfp4'
+  value, block = ((jnp.float4_e2m1fn, _NVFP4_BLOCK) if nvfp4
+                  else (jnp.float8_e4m3fn, _MXFP8_BLOCK))
+  scale = jnp.float8_e4m3fn if nvfp4 else jnp.uint8
+  quads = _TILE // (4 * block)  # scale tiles of a tile
+  out = {'values': struct((rows, columns), value),
+         'scales': struct((rows // _TILE, plan.columns * quads, 32, 16), scale)}
+  scratch = {
+      'x_s': tile((_TILE, _TILE // p.halves), x.dtype, p.parts * p.halves),
+      'values_s': tile((_TILE, _TILE), value, 1),
+      'scales_s': plgpu.SMEM((quads, 32, 16), scale),
+      'order_s': plgpu.SMEM((4, _TILE), jnp.float32 if nvfp4 else jnp.int32),
+      'full': plgpu.Barrier(num_arrivals=p.parts * p.halves)}
+  if nvfp4:
+    out['token'] = struct((rows,), jnp.float32)
+    scratch['token_s'] = plgpu.SMEM((_TILE,), jnp.float32)
+  if transposed:
+    out |= {'values_t': struct((columns, rows), jnp.float8_e4m3fn),
+            'scales_t': struct((plan.columns, rows // _TILE, 32, 16), jnp.uint8)}
+    scratch |= {'values_t_s': tile((_TILE, _TILE), jnp.float8_e4m3fn, 1),
+                'scales_t_s': plgpu.SMEM((1, 32, 16), jnp.uint8),
+                'order_t_s': plgpu.SMEM((4, _TILE), jnp.int32)}
+
+  def kernel(tiles_g, x_g, *refs, **scratch):
+    _body(plan, {'tiles': tiles_g, 'x': x_g, **dict(zip(out, refs, strict=True)), **scratch})
+
+  got = dict(zip(out, plgpu.kernel(
+      kernel, out_type=tuple(out.values()), grid=(platform.current().cores * plan.programs,),
+      grid_names=('program',), kernel_name='quantize', scratch_types=scratch,
+      compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+  )(tiles, x), strict=True))
+
+  def e8m0(name):
+    return lax.bitcast_convert_type(got[name], jnp.float8_e8m0fnu)
+
+  rowwise = Quantized(got['values'], got['scales'] if nvfp4 else e8m0('scales'), got.get('token'))
+  return rowwise, Quantized(got['values_t'], e8m0('scales_t')) if transposed else None
+
+
+def _body(plan: _Plan, refs: dict) -> None:
+  """What every program does."""
+  program, programs = lax.axis_index('program'), lax.axis_size('program')
+  per_stripe = 1 if plan.format == 'nvfp4' else plan.columns  # tasks of 128 rows
+  tasks = lax.div(refs['tiles'][0] * per_stripe - program + programs - 1, programs)
+
+  def place(step):
+    """Returns the tile of rows and of columns."""
+    task = program + lax.div(step, plan.steps) * programs
+    column = lax.rem(task if plan.format == 'mxfp8' else step, plan.columns)
+    return lax.div(task, per_stripe), column
+
+  def load(step):
+    @pl.when(step < tasks * plan.steps)
+    def _():
+      row, column = place(step)
+      width = _TILE // plan.halves
+      for part in range(plan.parts):
+        for half in range(plan.halves):
+          first = (part * plan.columns + column) * _TILE + half * width
+          plgpu.copy_gmem_to_smem(refs['x'].at[pl.ds(row * _TILE, _TILE), pl.ds(first, width)],
+                                  refs['x_s'].at[part * plan.halves + half], refs['full'])
+
+  load(0)
+
+  @pl.loop(0, tasks)
+  def _(task):
+    first = task * plan.steps
+    token = None
+    if plan.format == 'nvfp4':
+      token = _token_scales(plan, refs, first, load, place(first)[0])
+    @pl.loop(first + plan.steps // 2, first + plan.steps)
+    def _(step):
+      plgpu.barrier_wait(refs['full'])
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      _quantize_tile(plan, refs, token)
+      plgpu.commit_smem()
+      load(step + 1)
+      _store(plan, refs, *place(step))
+
+  plgpu.wait_smem_to_gmem(0)
+
+
+def _token_scales(plan: _Plan, refs: dict, first: Array, load, row: Array) -> Array:
+  """Returns the scale of each row, after reading all of its tiles, and writes it out."""
+  def per_tile(step, largest):
+    plgpu.barrier_wait(refs['full'])
+    for half in range(plan.halves):
+      bits = _bits(_input(plan, refs, half))
+      largest = jnp.maximum(largest, bits.max(axis=1))
+    plgpu.commit_smem()
+    load(step + 1)
+    return largest
+
+  zero = plgpu.layout_cast(jnp.zeros((_TILE,), jnp.int32), plan.row_layout.reduce(1))
+  bits = lax.fori_loop(first, first + plan.columns, per_tile, zero)
+  row_largest = lax.bitcast_convert_type(bits, jnp.float32)
+  token = jnp.where(row_largest >= _LEAST, row_largest, 1.0) / jnp.float32(6 * 448)
+  token = jnp.where(bits < _INFINITY, token, jnp.float32(jnp.nan))
+  plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+  refs['token_s'][...] = token
+  plgpu.commit_smem()
+  plgpu.copy_smem_to_gmem(refs['token_s'], refs['token'].at[pl.ds(row * _TILE, _TILE)])
+  return token
+
+
+def _quantize_tile(plan: _Plan, refs: dict, token: Array | None) -> None:
+  """Writes the tile's values and scales to shared memory."""
+  block = _NVFP4_BLOCK if plan.format == 'nvfp4' else _MXFP8_BLOCK
+  values, scales = [], []
+  for half in range(plan.halves):
+    x = _input(plan, refs, half)
+    for start in range(0, x.shape[1], block):
+      piece = lax.slice(x, (0, start), (_TILE, start + block))
+      value, scale = _mxfp8(piece) if token is None else _nvfp4(piece, token)
+      values.append(value)
+      scales.append(scale)
+  refs['values_s'][0] = lax.concatenate(values, 1)
+  _order(refs['order_s'], refs['scales_s'], scales)
+  if plan.transposed:
+    values, scales = [], []
+    for half in range(plan.halves):
+      x = plgpu.load(refs['x_s'].at[half].transpose((1, 0)), layout=plgpu.Layout.TCGEN05)
+    del x
+
+
+def _input(plan: _Plan, refs: dict, half: int) -> Array:
+  """Returns a piece of the tile in float32, a thread a row."""
+  def read(part):
+    x = plgpu.load(refs['x_s'].at[part * plan.halves + half], layout=plan.row_layout,
+                   optimized=False)
+    return x.astype(jnp.float32)
+  if not plan.swiglu:
+    return read(0)
+  gate, up = read(0), read(1)
+  return gate * (1.0 / (1.0 + jnp.exp(-gate))) * up
+
+
+def _order(scratch, target, scales: list[Array]) -> None:
+  """Writes scales, given as one `[128]` per block, in the tcgen05 layout.
+
+  Four blocks of a row are one word; rows change threads through shared memory on the way.
+  """
+  layout = plgpu.Layout.TILED(plgpu.Tiling(((4, 32, 4),)), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+  for quad in range(len(scales) // 4):
+    for i in range(4):
+      scratch[i] = scales[4 * quad + i]
+    plgpu.commit_smem()
+    place = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (4, 32, 4), 2), layout)
+    word = plgpu.layout_cast(jnp.zeros((4, 32, 4), scratch.dtype), layout)
+    for i in range(4):
+      part = plgpu.load(scratch.at[i].reshape(4, 32), layout=layout.reduce(2), optimized=False)
+      wide = lax.broadcast_in_dim(part, (4, 32, 4), (0, 1))
+      word = jnp.where(place == i, wide, word)
+    target.at[quad].reshape(32, 4, 4).transpose((1, 0, 2))[...] = word.astype(target.dtype)
+
+
+def _store(plan: _Plan, refs: dict, row: Array, column: Array) -> None:
+  """Sends a tile's values and scales on their way."""
+  rows, columns = (pl.ds(i * _TILE, _TILE) for i in (row, column))
+  plgpu.copy_smem_to_gmem(refs['values_s'].at[0], refs['values'].at[rows, columns])
+  quads = refs['scales_s'].shape[0]
+  plgpu.copy_smem_to_gmem(refs['scales_s'],
+                          refs['scales'].at[row, pl.ds(column * quads, quads)])
+  if plan.transposed:
+    plgpu.copy_smem_to_gmem(refs['values_t_s'].at[0], refs['values_t'].at[columns, rows])
+    plgpu.copy_smem_to_gmem(refs['scales_t_s'], refs['scales_t'].at[column, pl.ds(row, 1)])
+
+
+def _bits(x: Float[Array, '...']) -> Int[Array, '...']:
+  """Returns the bits of |x|, whose order is that of the numbers, infinity and NaN last."""
+  return lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+
+
+def _mxfp8(x: Float[Array, '128 32']) -> tuple[Array, Array]:
+  """Returns values and biased exponents of scales, as `reference` defines them."""
+  largest = _bits(x).max(axis=1)
+  power = jnp.maximum((largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x600000).astype(jnp.int32), 0)
+  inverse = lax.bitcast_convert_type((254 - power) << 23, jnp.float32)
+  most = jnp.where(power < 247, jnp.float32(448), jnp.float32(240))  # 256 * 2^120 is infinite
+  wide = lambda a: lax.broadcast_in_dim(a, x.shape, (0,))  # noqa: E731
+  values = jnp.minimum(jnp.maximum(x * wide(inverse), -wide(most)), wide(most))
+  return values.astype(jnp.float8_e4m3fn), jnp.where(largest < _INFINITY, power, 255)
+
+
+def _nvfp4(x: Float[Array, '128 16'], token: Float[Array, '128']) -> tuple[Array, Array]:
+  """Returns values and block scales, as `reference` defines them."""
+  largest = lax.bitcast_convert_type(_bits(x).max(axis=1), jnp.float32)
+  ratio = jnp.minimum(largest / (6.0 * token), jnp.float32(448))
+  block = ratio.astype(jnp.float8_e4m3fn).astype(jnp.float32)
+  scale = block * token
+  some = scale > 0
+  divisor = jnp.where(some, scale, jnp.float32(jnp.inf))
+  values = x / lax.broadcast_in_dim(divisor, x.shape, (0,))
+  return values.astype(jnp.float4_e2m1fn), block
