@@ -8,6 +8,7 @@ fill the remaining gaps.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -91,13 +92,13 @@ def quantize(x: Float[Array, "*experts R' K'"], format: str) -> Quantized:
       *experts, a.shape[0] * rows // flat.shape[0], *a.shape[1:]), rowwise)
 
 
-def quantize_both(x: Float[Array, 'A K'], format: str, tiles: Int[Array, '1']
+def quantize_both(x: Float[Array, 'A K'], tiles: Int[Array, '1'], format: str
                   ) -> tuple[Quantized, Quantized]:
   """Returns both copies of bfloat16 rows, sides multiples of 128; see `api.quantize_both`."""
   return _run(x, tiles, format, transposed=True)
 
 
-def swiglu_quantize(gate_up: Float[Array, 'A F2'], format: str, tiles: Int[Array, '1']
+def swiglu_quantize(gate_up: Float[Array, 'A F2'], tiles: Int[Array, '1'], format: str
                     ) -> Quantized:
   """Returns the product, A and F multiples of 128, in a format; see `api.swiglu_quantize`."""
   return _run(gate_up, tiles, format, swiglu=True)[0]
@@ -138,7 +139,7 @@ def _run(x: Array, tiles: Int[Array, '1'], format: str, *, transposed: bool = Fa
   got = dict(zip(out, plgpu.kernel(
       kernel, out_type=tuple(out.values()), grid=(platform.current().cores * plan.programs,),
       grid_names=('program',), kernel_name='quantize', scratch_types=scratch,
-      compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+      compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
   )(tiles, x), strict=True))
 
   def e8m0(name):
@@ -208,7 +209,7 @@ def _token_scales(plan: _Plan, refs: dict, first: Array, load, row: Array) -> Ar
   token = jnp.where(row_largest >= _LEAST, row_largest, 1.0) / jnp.float32(6 * 448)
   token = jnp.where(bits < _INFINITY, token, jnp.float32(jnp.nan))
   plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-  refs['token_s'][...] = token
+  plgpu.store(refs['token_s'], token, optimized=False)
   plgpu.commit_smem()
   plgpu.copy_smem_to_gmem(refs['token_s'], refs['token'].at[pl.ds(row * _TILE, _TILE)])
   return token
@@ -216,22 +217,42 @@ def _token_scales(plan: _Plan, refs: dict, first: Array, load, row: Array) -> Ar
 
 def _quantize_tile(plan: _Plan, refs: dict, token: Array | None) -> None:
   """Writes the tile's values and scales to shared memory."""
+  layout = plan.row_layout
+  quantized = functools.partial(_nvfp4, token=token) if plan.format == 'nvfp4' else _mxfp8
   block = _NVFP4_BLOCK if plan.format == 'nvfp4' else _MXFP8_BLOCK
-  values, scales = [], []
+  pieces = [_input(plan, refs, half) for half in range(plan.halves)]
+  values, scales = zip(*(quantized(piece, layout=layout) for x in pieces
+                         for piece in _blocks(x, block)), strict=True)
+  plgpu.store(refs['values_s'].at[0], lax.concatenate(values, 1), optimized=False)
+  for quad in range(len(scales) // 4):
+    for i in range(4):
+      plgpu.store(refs['order_s'].at[i], scales[4 * quad + i], optimized=False)
+    _order(refs['order_s'], refs['scales_s'].at[quad])
+  if not plan.transposed:
+    return
+  _quantize_transposed(plan, refs)
+
+
+def _quantize_transposed(plan: _Plan, refs: dict) -> None:
+  """Writes the tile's columns, in blocks of 32 rows, to shared memory."""
+  layout, width = plgpu.Layout.WGMMA, _TILE // plan.halves
   for half in range(plan.halves):
-    x = _input(plan, refs, half)
-    for start in range(0, x.shape[1], block):
-      piece = lax.slice(x, (0, start), (_TILE, start + block))
-      value, scale = _mxfp8(piece) if token is None else _nvfp4(piece, token)
+    own = pl.ds(half * width, width)
+    values = []
+    for i in range(4):
+      rows = refs['x_s'].at[half, pl.ds(i * _MXFP8_BLOCK, _MXFP8_BLOCK)]
+      x = plgpu.load(rows.transpose((1, 0)), layout=layout, optimized=False)
+      value, scale = _mxfp8(x.astype(jnp.float32), layout)
       values.append(value)
-      scales.append(scale)
-  refs['values_s'][0] = lax.concatenate(values, 1)
-  _order(refs['order_s'], refs['scales_s'], scales)
-  if plan.transposed:
-    values, scales = [], []
-    for half in range(plan.halves):
-      x = plgpu.load(refs['x_s'].at[half].transpose((1, 0)), layout=plgpu.Layout.TCGEN05)
-    del x
+      plgpu.store(refs['order_t_s'].at[i, own], scale, optimized=False)
+    plgpu.store(refs['values_t_s'].at[0, own], lax.concatenate(values, 1), optimized=False)
+  _order(refs['order_t_s'], refs['scales_t_s'].at[0])
+
+
+def _blocks(x: Float[Array, 'R C'], size: int) -> list[Float[Array, 'R size']]:
+  """Cuts columns into blocks."""
+  return [lax.slice(x, (0, start), (x.shape[0], start + size))
+          for start in range(0, x.shape[1], size)]
 
 
 def _input(plan: _Plan, refs: dict, half: int) -> Array:
@@ -246,23 +267,21 @@ def _input(plan: _Plan, refs: dict, half: int) -> Array:
   return gate * (1.0 / (1.0 + jnp.exp(-gate))) * up
 
 
-def _order(scratch, target, scales: list[Array]) -> None:
-  """Writes scales, given as one `[128]` per block, in the tcgen05 layout.
+def _order(scratch, target) -> None:
+  """Copies scales of four blocks and 128 rows into the tcgen05 layout.
 
-  Four blocks of a row are one word; rows change threads through shared memory on the way.
+  Rows change threads through shared memory on the way. Every warp then holds all scales, a row of
+  16 in each of its threads; the selections are known when the kernel is compiled.
   """
-  layout = plgpu.Layout.TILED(plgpu.Tiling(((4, 32, 4),)), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-  for quad in range(len(scales) // 4):
-    for i in range(4):
-      scratch[i] = scales[4 * quad + i]
-    plgpu.commit_smem()
-    place = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (4, 32, 4), 2), layout)
-    word = plgpu.layout_cast(jnp.zeros((4, 32, 4), scratch.dtype), layout)
-    for i in range(4):
-      part = plgpu.load(scratch.at[i].reshape(4, 32), layout=layout.reduce(2), optimized=False)
-      wide = lax.broadcast_in_dim(part, (4, 32, 4), (0, 1))
-      word = jnp.where(place == i, wide, word)
-    target.at[quad].reshape(32, 4, 4).transpose((1, 0, 2))[...] = word.astype(target.dtype)
+  shape = (32, 16)
+  layout = plgpu.Layout.TILED(plgpu.Tiling((shape,)), (plgpu.Replicated(4),), (-2,), -1)
+  place = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), layout)
+  ordered = plgpu.layout_cast(jnp.zeros(shape, scratch.dtype), layout)
+  for column in range(16):
+    part = plgpu.load(scratch.at[column % 4, pl.ds(column // 4 * 32, 32)],
+                      layout=layout.reduce(1), optimized=False)
+    ordered = jnp.where(place == column, _wide(part, shape, layout), ordered)
+  plgpu.store(target, ordered.astype(target.dtype), optimized=False)
 
 
 def _store(plan: _Plan, refs: dict, row: Array, column: Array) -> None:
@@ -282,24 +301,28 @@ def _bits(x: Float[Array, '...']) -> Int[Array, '...']:
   return lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
 
 
-def _mxfp8(x: Float[Array, '128 32']) -> tuple[Array, Array]:
+def _wide(x: Array, shape: tuple[int, ...], layout) -> Array:
+  """Repeats along a new last axis."""
+  return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, tuple(range(x.ndim))), layout)
+
+
+def _mxfp8(x: Float[Array, 'R 32'], layout) -> tuple[Array, Array]:
   """Returns values and biased exponents of scales, as `reference` defines them."""
   largest = _bits(x).max(axis=1)
   power = jnp.maximum((largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x600000).astype(jnp.int32), 0)
   inverse = lax.bitcast_convert_type((254 - power) << 23, jnp.float32)
-  most = jnp.where(power < 247, jnp.float32(448), jnp.float32(240))  # 256 * 2^120 is infinite
-  wide = lambda a: lax.broadcast_in_dim(a, x.shape, (0,))  # noqa: E731
-  values = jnp.minimum(jnp.maximum(x * wide(inverse), -wide(most)), wide(most))
+  # 256 * 2^120 is infinite.
+  most = _wide(jnp.where(power < 247, jnp.float32(448), jnp.float32(240)), x.shape, layout)
+  values = jnp.minimum(jnp.maximum(x * _wide(inverse, x.shape, layout), -most), most)
   return values.astype(jnp.float8_e4m3fn), jnp.where(largest < _INFINITY, power, 255)
 
 
-def _nvfp4(x: Float[Array, '128 16'], token: Float[Array, '128']) -> tuple[Array, Array]:
+def _nvfp4(x: Float[Array, 'R 16'], token: Float[Array, 'R'], layout) -> tuple[Array, Array]:
   """Returns values and block scales, as `reference` defines them."""
   largest = lax.bitcast_convert_type(_bits(x).max(axis=1), jnp.float32)
   ratio = jnp.minimum(largest / (6.0 * token), jnp.float32(448))
   block = ratio.astype(jnp.float8_e4m3fn).astype(jnp.float32)
   scale = block * token
-  some = scale > 0
-  divisor = jnp.where(some, scale, jnp.float32(jnp.inf))
-  values = x / lax.broadcast_in_dim(divisor, x.shape, (0,))
+  divisor = jnp.where(scale > 0, scale, jnp.float32(jnp.inf))
+  values = x / _wide(divisor, x.shape, layout)
   return values.astype(jnp.float4_e2m1fn), block
