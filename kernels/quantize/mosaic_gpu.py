@@ -9,6 +9,7 @@ fill the remaining gaps.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -206,7 +207,8 @@ def _token_scales(plan: _Plan, refs: dict, first: Array, load, row: Array) -> Ar
   zero = plgpu.layout_cast(jnp.zeros((_TILE,), jnp.int32), plan.row_layout.reduce(1))
   bits = lax.fori_loop(first, first + plan.columns, per_tile, zero)
   row_largest = lax.bitcast_convert_type(bits, jnp.float32)
-  token = jnp.where(row_largest >= _LEAST, row_largest, 1.0) / jnp.float32(6 * 448)
+  row_largest = jnp.where(row_largest >= _LEAST, row_largest, 1.0)
+  token = _quotient(row_largest, jnp.full_like(row_largest, 6 * 448))
   token = jnp.where(bits < _INFINITY, token, jnp.float32(jnp.nan))
   plgpu.wait_smem_to_gmem(0, wait_read_only=True)
   plgpu.store(refs['token_s'], token, optimized=False)
@@ -319,10 +321,40 @@ def _mxfp8(x: Float[Array, 'R 32'], layout) -> tuple[Array, Array]:
 
 def _nvfp4(x: Float[Array, 'R 16'], token: Float[Array, 'R'], layout) -> tuple[Array, Array]:
   """Returns values and block scales, as `reference` defines them."""
+  wide = lambda a: _wide(a, x.shape, layout)  # noqa: E731
   largest = lax.bitcast_convert_type(_bits(x).max(axis=1), jnp.float32)
-  ratio = jnp.minimum(largest / (6.0 * token), jnp.float32(448))
+  ratio = jnp.minimum(_quotient(largest, 6.0 * token), jnp.float32(448))
   block = ratio.astype(jnp.float8_e4m3fn).astype(jnp.float32)
-  scale = block * token
-  divisor = jnp.where(scale > 0, scale, jnp.float32(jnp.inf))
-  values = x / _wide(divisor, x.shape, layout)
+  # Rows of small numbers are scaled up so that even subnormal ones are divided exactly.
+  factor = jnp.where(token < 2.0 ** -60, jnp.float32(2.0 ** 64), jnp.float32(1))
+  scale = block * token * factor
+  scale = jnp.where(scale > 0, scale, jnp.float32(2.0 ** 126))  # makes zeros of x < 2^-7 token
+  values = _quotient(x * wide(factor), scale, wide)
   return values.astype(jnp.float4_e2m1fn), block
+
+
+def _quotient(x: Array, y: Array, wide: Callable[[Array], Array] = lambda a: a) -> Array:
+  """Returns the IEEE quotient for positive y; neither number may be subnormal, except that x may be
+  zero, and a quotient beyond 2^-120 or 2^120 is only of that order.
+
+  Mosaic GPU divides approximately, which shows in one rounded value of a hundred thousand. Here a
+  reciprocal gives a first guess of the quotient's 24 bits. What it leaves of x is small, so the
+  lowest 32 bits of that are all, and integer arithmetic is exact.
+  """
+  x_bits, y_bits = (lax.bitcast_convert_type(a, jnp.int32) for a in (x, y))
+  one, fraction = 0x3F800000, 0x7FFFFF
+  of_one = lambda bits: lax.bitcast_convert_type((bits & fraction) | one, jnp.float32)  # noqa: E731
+  inverse = 1.0 / of_one(y_bits)
+  exponent = (x_bits >> 23 & 0xFF) - wide(y_bits >> 23 & 0xFF)
+  x_whole, y_whole = ((bits & fraction) | 0x800000 for bits in (x_bits, y_bits))
+  y_whole, inverse = wide(y_whole), wide(inverse)
+  less = (x_whole < y_whole).astype(jnp.int32)  # a quotient of fractions below one: one more bit
+  guess = lax.bitcast_convert_type(of_one(x_bits) * inverse, jnp.int32) + (less << 23)
+  guess = jnp.minimum(jnp.maximum(guess, one), one + fraction) - one + 0x800000
+  rest = (x_whole << 23 << less) - guess * y_whole
+  more = (rest.astype(jnp.float32) * (inverse * jnp.float32(2.0 ** -23))).astype(jnp.int32)
+  rest = 2 * (rest - more * y_whole)
+  more = more + (rest > y_whole).astype(jnp.int32) - (rest < -y_whole).astype(jnp.int32)
+  exponent = jnp.minimum(jnp.maximum(exponent - less, -120), 120) + 126
+  sign = x_bits & ~0x7FFFFFFF
+  return lax.bitcast_convert_type((guess + more + (exponent << 23)) | sign, jnp.float32)
