@@ -95,7 +95,12 @@ def quantize(x: Float[Array, "*experts R' K'"], format: str) -> Quantized:
 
 def quantize_both(x: Float[Array, 'A K'], tiles: Int[Array, '1'], format: str
                   ) -> tuple[Quantized, Quantized]:
-  """Returns both copies of bfloat16 rows, sides multiples of 128; see `api.quantize_both`."""
+  """Returns both copies of rows, sides multiples of 128; see `api.quantize_both`.
+
+  Only tiles of bfloat16 are transposed on their way; other rows are read twice.
+  """
+  if x.dtype != jnp.bfloat16:
+    return _run(x, tiles, format)[0], quantize(x.T, 'mxfp8')
   return _run(x, tiles, format, transposed=True)
 
 
@@ -108,6 +113,8 @@ def swiglu_quantize(gate_up: Float[Array, 'A F2'], tiles: Int[Array, '1'], forma
 def _run(x: Array, tiles: Int[Array, '1'], format: str, *, transposed: bool = False,
          swiglu: bool = False) -> tuple[Quantized, Quantized | None]:
   """Quantises the first `tiles` tiles of rows."""
+  if x.dtype != jnp.bfloat16:
+    x = x.astype(jnp.float32)
   plan = _Plan(format, transposed, swiglu, x.shape[1] // _TILE // (2 if swiglu else 1), x.dtype)
   rows, columns, p = x.shape[0], plan.columns * _TILE, plan
   struct = jax.ShapeDtypeStruct
