@@ -8,7 +8,6 @@ fill the remaining gaps.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -63,9 +62,9 @@ class _Plan:
     return 2 if self.swiglu else 1
 
   @property
-  def halves(self) -> int:
-    """Pieces of 128 bytes across that a tile is loaded in."""
-    return _TILE * self.dtype.itemsize // 128
+  def pieces(self) -> int:
+    """Pieces across that a tile is loaded in, of 128 bytes, or less to need fewer registers."""
+    return 4 if self.swiglu else _TILE * self.dtype.itemsize // 128
 
   @property
   def steps(self) -> int:
@@ -76,7 +75,8 @@ class _Plan:
   def programs(self) -> int:
     """Programs of a multiprocessor."""
     size = self.parts * self.dtype.itemsize + 1 + self.transposed
-    return max(1, min(4, _SMEM // (size * _TILE * _TILE)))
+    by_registers = 2 if self.swiglu or self.transposed else 3
+    return max(1, min(by_registers, _SMEM // (size * _TILE * _TILE)))
 
   @property
   def row_layout(self):
@@ -126,11 +126,11 @@ def _run(x: Array, tiles: Int[Array, '1'], format: str, *, transposed: bool = Fa
   out = {'values': struct((rows, columns), value),
          'scales': struct((rows // _TILE, plan.columns * quads, 32, 16), scale)}
   scratch = {
-      'x_s': tile((_TILE, _TILE // p.halves), x.dtype, p.parts * p.halves),
+      'x_s': tile((_TILE, _TILE // p.pieces), x.dtype, p.parts * p.pieces),
       'values_s': tile((_TILE, _TILE), value, 1),
       'scales_s': plgpu.SMEM((quads, 32, 16), scale),
-      'order_s': plgpu.SMEM((4, _TILE), jnp.float32 if nvfp4 else jnp.int32),
-      'full': plgpu.Barrier(num_arrivals=p.parts * p.halves)}
+      'order_s': plgpu.SMEM((4 * quads, _TILE), jnp.float32 if nvfp4 else jnp.int32),
+      'full': plgpu.Barrier(num_arrivals=p.parts * p.pieces)}
   if nvfp4:
     out['token'] = struct((rows,), jnp.float32)
     scratch['token_s'] = plgpu.SMEM((_TILE,), jnp.float32)
@@ -173,12 +173,12 @@ def _body(plan: _Plan, refs: dict) -> None:
     @pl.when(step < tasks * plan.steps)
     def _():
       row, column = place(step)
-      width = _TILE // plan.halves
+      width = _TILE // plan.pieces
       for part in range(plan.parts):
-        for half in range(plan.halves):
-          first = (part * plan.columns + column) * _TILE + half * width
+        for piece in range(plan.pieces):
+          first = (part * plan.columns + column) * _TILE + piece * width
           plgpu.copy_gmem_to_smem(refs['x'].at[pl.ds(row * _TILE, _TILE), pl.ds(first, width)],
-                                  refs['x_s'].at[part * plan.halves + half], refs['full'])
+                                  refs['x_s'].at[part * plan.pieces + piece], refs['full'])
 
   load(0)
 
@@ -204,10 +204,10 @@ def _token_scales(plan: _Plan, refs: dict, first: Array, load, row: Array) -> Ar
   """Returns the scale of each row, after reading all of its tiles, and writes it out."""
   def per_tile(step, largest):
     plgpu.barrier_wait(refs['full'])
-    for half in range(plan.halves):
-      bits = _bits(_input(plan, refs, half))
+    for piece in range(plan.pieces):
+      bits = _bits(_input(plan, refs, piece))
       largest = jnp.maximum(largest, bits.max(axis=1))
-    plgpu.commit_smem()
+      plgpu.commit_smem()  # also keeps the compiler from loading all pieces first
     load(step + 1)
     return largest
 
@@ -227,29 +227,29 @@ def _token_scales(plan: _Plan, refs: dict, first: Array, load, row: Array) -> Ar
 def _quantize_tile(plan: _Plan, refs: dict, token: Array | None) -> None:
   """Writes the tile's values and scales to shared memory."""
   layout = plan.row_layout
-  quantized = functools.partial(_nvfp4, token=token) if plan.format == 'nvfp4' else _mxfp8
   block = _NVFP4_BLOCK if plan.format == 'nvfp4' else _MXFP8_BLOCK
-  pieces = [_input(plan, refs, half) for half in range(plan.halves)]
-  values, scales = zip(*(quantized(piece, layout=layout) for x in pieces
-                         for piece in _blocks(x, block)), strict=True)
+  values = []
+  for piece in range(plan.pieces):
+    for x in _blocks(_input(plan, refs, piece), block):
+      value, scale = _mxfp8(x, layout) if token is None else _nvfp4(x, token, layout)
+      # Writing the scale here keeps the compiler from loading all pieces first.
+      plgpu.store(refs['order_s'].at[len(values)], scale, optimized=False)
+      values.append(value)
   plgpu.store(refs['values_s'].at[0], lax.concatenate(values, 1), optimized=False)
-  for quad in range(len(scales) // 4):
-    for i in range(4):
-      plgpu.store(refs['order_s'].at[i], scales[4 * quad + i], optimized=False)
-    _order(refs['order_s'], refs['scales_s'].at[quad])
-  if not plan.transposed:
-    return
-  _quantize_transposed(plan, refs)
+  for quad in range(len(values) // 4):
+    _order(refs['order_s'].at[pl.ds(4 * quad, 4)], refs['scales_s'].at[quad])
+  if plan.transposed:
+    _quantize_transposed(plan, refs)
 
 
 def _quantize_transposed(plan: _Plan, refs: dict) -> None:
   """Writes the tile's columns, in blocks of 32 rows, to shared memory."""
-  layout, width = plgpu.Layout.WGMMA, _TILE // plan.halves
-  for half in range(plan.halves):
-    own = pl.ds(half * width, width)
+  layout, width = plgpu.Layout.WGMMA, _TILE // plan.pieces
+  for piece in range(plan.pieces):
+    own = pl.ds(piece * width, width)
     values = []
     for i in range(4):
-      rows = refs['x_s'].at[half, pl.ds(i * _MXFP8_BLOCK, _MXFP8_BLOCK)]
+      rows = refs['x_s'].at[piece, pl.ds(i * _MXFP8_BLOCK, _MXFP8_BLOCK)]
       x = plgpu.load(rows.transpose((1, 0)), layout=layout, optimized=False)
       value, scale = _mxfp8(x.astype(jnp.float32), layout)
       values.append(value)
@@ -264,10 +264,10 @@ def _blocks(x: Float[Array, 'R C'], size: int) -> list[Float[Array, 'R size']]:
           for start in range(0, x.shape[1], size)]
 
 
-def _input(plan: _Plan, refs: dict, half: int) -> Array:
+def _input(plan: _Plan, refs: dict, piece: int) -> Array:
   """Returns a piece of the tile in float32, a thread a row."""
   def read(part):
-    x = plgpu.load(refs['x_s'].at[part * plan.halves + half], layout=plan.row_layout,
+    x = plgpu.load(refs['x_s'].at[part * plan.pieces + piece], layout=plan.row_layout,
                    optimized=False)
     return x.astype(jnp.float32)
   if not plan.swiglu:
@@ -341,8 +341,9 @@ def _nvfp4(x: Float[Array, 'R 16'], token: Float[Array, 'R'], layout) -> tuple[A
 
 
 def _quotient(x: Array, y: Array, wide: Callable[[Array], Array] = lambda a: a) -> Array:
-  """Returns the IEEE quotient for positive y; neither number may be subnormal, except that x may be
-  zero, and a quotient beyond 2^-120 or 2^120 is only of that order.
+  """Returns the IEEE quotient of a normal number by a positive one, as far as it is normal.
+
+  Zeros and subnormal x give less than 2^-125 / y; quotients are kept in 2^-120 to 2^121.
 
   Mosaic GPU divides approximately, which shows in one rounded value of a hundred thousand. Here a
   reciprocal gives a first guess of the quotient's 24 bits. What it leaves of x is small, so the
