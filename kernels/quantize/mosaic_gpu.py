@@ -235,8 +235,10 @@ def _quantize_tile(plan: _Plan, refs: dict, token: Array | None) -> None:
       # Writing the scale here keeps the compiler from loading all pieces first.
       plgpu.store(refs['order_s'].at[len(values)], scale, optimized=False)
       values.append(value)
-  plgpu.store(refs['values_s'].at[0], lax.concatenate(values, 1), optimized=False)
-  for quad in range(len(values) // 4):
+  values = lax.concatenate(values, 1)
+  wide = plgpu.Layout.TCGEN05_TMEM_NATIVE(128 // jnp.finfo(values.dtype).bits)
+  plgpu.store(refs['values_s'].at[0], plgpu.layout_cast(values, wide), optimized=False)
+  for quad in range(refs['scales_s'].shape[0]):
     _order(refs['order_s'].at[pl.ds(4 * quad, 4)], refs['scales_s'].at[quad])
   if plan.transposed:
     _quantize_transposed(plan, refs)
