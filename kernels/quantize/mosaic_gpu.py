@@ -8,7 +8,7 @@ fill the remaining gaps.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -205,8 +205,8 @@ def _token_scales(plan: _Plan, refs: dict, first: Array, load, row: Array) -> Ar
   def per_tile(step, largest):
     plgpu.barrier_wait(refs['full'])
     for piece in range(plan.pieces):
-      bits = _bits(_input(plan, refs, piece))
-      largest = jnp.maximum(largest, bits.max(axis=1))
+      for x in _inputs(plan, refs, piece, _NVFP4_BLOCK):
+        largest = jnp.maximum(largest, _bits(x).max(axis=1))
       plgpu.commit_smem()  # also keeps the compiler from loading all pieces first
     load(step + 1)
     return largest
@@ -230,7 +230,7 @@ def _quantize_tile(plan: _Plan, refs: dict, token: Array | None) -> None:
   block = _NVFP4_BLOCK if plan.format == 'nvfp4' else _MXFP8_BLOCK
   values = []
   for piece in range(plan.pieces):
-    for x in _blocks(_input(plan, refs, piece), block):
+    for x in _inputs(plan, refs, piece, block):
       value, scale = _mxfp8(x, layout) if token is None else _nvfp4(x, token, layout)
       # Writing the scale here keeps the compiler from loading all pieces first.
       plgpu.store(refs['order_s'].at[len(values)], scale, optimized=False)
@@ -260,22 +260,14 @@ def _quantize_transposed(plan: _Plan, refs: dict) -> None:
   _order(refs['order_t_s'], refs['scales_t_s'].at[0])
 
 
-def _blocks(x: Float[Array, 'R C'], size: int) -> list[Float[Array, 'R size']]:
-  """Cuts columns into blocks."""
-  return [lax.slice(x, (0, start), (x.shape[0], start + size))
-          for start in range(0, x.shape[1], size)]
-
-
-def _input(plan: _Plan, refs: dict, piece: int) -> Array:
-  """Returns a piece of the tile in float32, a thread a row."""
-  def read(part):
-    x = plgpu.load(refs['x_s'].at[part * plan.pieces + piece], layout=plan.row_layout,
-                   optimized=False)
-    return x.astype(jnp.float32)
-  if not plan.swiglu:
-    return read(0)
-  gate, up = read(0), read(1)
-  return gate * (1.0 / (1.0 + jnp.exp(-gate))) * up
+def _inputs(plan: _Plan, refs: dict, piece: int, block: int) -> Iterator[Float[Array, '128 C']]:
+  """Yields blocks of a piece of the tile in float32, a thread a row; few are alive at a time."""
+  parts = [plgpu.load(refs['x_s'].at[part * plan.pieces + piece], layout=plan.row_layout,
+                      optimized=False) for part in range(plan.parts)]
+  for start in range(0, parts[0].shape[1], block):
+    x, *up = (lax.slice(part, (0, start), (_TILE, start + block)).astype(jnp.float32)
+              for part in parts)
+    yield x * (1.0 / (1.0 + jnp.exp(-x))) * up[0] if up else x
 
 
 def _order(scratch, target) -> None:
