@@ -75,7 +75,7 @@ class _Plan:
   def programs(self) -> int:
     """Programs of a multiprocessor."""
     size = self.parts * self.dtype.itemsize + 1 + self.transposed
-    by_registers = 2 if self.swiglu or self.transposed else 3
+    by_registers = 2 if self.swiglu else 3
     return max(1, min(by_registers, _SMEM // (size * _TILE * _TILE)))
 
   @property
@@ -267,7 +267,8 @@ def _inputs(plan: _Plan, refs: dict, piece: int, block: int) -> Iterator[Float[A
   for start in range(0, parts[0].shape[1], block):
     x, *up = (lax.slice(part, (0, start), (_TILE, start + block)).astype(jnp.float32)
               for part in parts)
-    yield x * (1.0 / (1.0 + jnp.exp(-x))) * up[0] if up else x
+    # The barrier keeps the compiler from working on several blocks at once.
+    yield lax.optimization_barrier(x * (1.0 / (1.0 + jnp.exp(-x))) * up[0] if up else x)
 
 
 def _order(scratch, target) -> None:
