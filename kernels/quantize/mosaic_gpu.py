@@ -8,7 +8,7 @@ fill the remaining gaps.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,12 @@ from jaxtyping import Array, Float, Int
 
 from composer_jax.kernels import platform
 from composer_jax.kernels.mosaic import tile
+from composer_jax.kernels.quantize import mosaic_arithmetic
 from composer_jax.kernels.quantize.types import Quantized
 
 _TILE = 128
 _SMEM = 200 * 1024  # bytes of a multiprocessor that its programs share
 _MXFP8_BLOCK, _NVFP4_BLOCK = 32, 16
-_INFINITY = 0x7F800000  # bits of float32
 _LEAST = 2.0 ** -116 * 2688  # rows below it become zeros, see `reference`
 
 
@@ -188,6 +188,7 @@ def _body(plan: _Plan, refs: dict) -> None:
     token = None
     if plan.format == 'nvfp4':
       token = _token_scales(plan, refs, first, load, place(first)[0])
+
     @pl.loop(first + plan.steps // 2, first + plan.steps)
     def _(step):
       plgpu.barrier_wait(refs['full'])
@@ -206,7 +207,7 @@ def _token_scales(plan: _Plan, refs: dict, first: Array, load, row: Array) -> Ar
     plgpu.barrier_wait(refs['full'])
     for piece in range(plan.pieces):
       for x in _inputs(plan, refs, piece, _NVFP4_BLOCK):
-        largest = jnp.maximum(largest, _bits(x).max(axis=1))
+        largest = jnp.maximum(largest, mosaic_arithmetic.bits(x).max(axis=1))
       plgpu.commit_smem()  # also keeps the compiler from loading all pieces first
     load(step + 1)
     return largest
@@ -215,8 +216,8 @@ def _token_scales(plan: _Plan, refs: dict, first: Array, load, row: Array) -> Ar
   bits = lax.fori_loop(first, first + plan.columns, per_tile, zero)
   row_largest = lax.bitcast_convert_type(bits, jnp.float32)
   row_largest = jnp.where(row_largest >= _LEAST, row_largest, 1.0)
-  token = _quotient(row_largest, jnp.full_like(row_largest, 6 * 448))
-  token = jnp.where(bits < _INFINITY, token, jnp.float32(jnp.nan))
+  token = mosaic_arithmetic.quotient(row_largest, jnp.full_like(row_largest, 6 * 448))
+  token = jnp.where(bits < mosaic_arithmetic.INFINITY, token, jnp.float32(jnp.nan))
   plgpu.wait_smem_to_gmem(0, wait_read_only=True)
   plgpu.store(refs['token_s'], token, optimized=False)
   plgpu.commit_smem()
@@ -231,7 +232,8 @@ def _quantize_tile(plan: _Plan, refs: dict, token: Array | None) -> None:
   values = []
   for piece in range(plan.pieces):
     for x in _inputs(plan, refs, piece, block):
-      value, scale = _mxfp8(x, layout) if token is None else _nvfp4(x, token, layout)
+      value, scale = (mosaic_arithmetic.mxfp8(x, layout) if token is None
+                      else mosaic_arithmetic.nvfp4(x, token, layout))
       # Writing the scale here keeps the compiler from loading all pieces first.
       plgpu.store(refs['order_s'].at[len(values)], scale, optimized=False)
       values.append(value)
@@ -253,7 +255,7 @@ def _quantize_transposed(plan: _Plan, refs: dict) -> None:
     for i in range(4):
       rows = refs['x_s'].at[piece, pl.ds(i * _MXFP8_BLOCK, _MXFP8_BLOCK)]
       x = plgpu.load(rows.transpose((1, 0)), layout=layout, optimized=False)
-      value, scale = _mxfp8(x.astype(jnp.float32), layout)
+      value, scale = mosaic_arithmetic.mxfp8(x.astype(jnp.float32), layout)
       values.append(value)
       plgpu.store(refs['order_t_s'].at[i, own], scale, optimized=False)
     plgpu.store(refs['values_t_s'].at[0, own], lax.concatenate(values, 1), optimized=False)
@@ -284,7 +286,7 @@ def _order(scratch, target) -> None:
   for column in range(16):
     part = plgpu.load(scratch.at[column % 4, pl.ds(column // 4 * 32, 32)],
                       layout=layout.reduce(1), optimized=False)
-    ordered = jnp.where(place == column, _wide(part, shape, layout), ordered)
+    ordered = jnp.where(place == column, mosaic_arithmetic.wide(part, shape, layout), ordered)
   plgpu.store(target, ordered.astype(target.dtype), optimized=False)
 
 
@@ -298,66 +300,3 @@ def _store(plan: _Plan, refs: dict, row: Array, column: Array) -> None:
   if plan.transposed:
     plgpu.copy_smem_to_gmem(refs['values_t_s'].at[0], refs['values_t'].at[columns, rows])
     plgpu.copy_smem_to_gmem(refs['scales_t_s'], refs['scales_t'].at[column, pl.ds(row, 1)])
-
-
-def _bits(x: Float[Array, '...']) -> Int[Array, '...']:
-  """Returns the bits of |x|, whose order is that of the numbers, infinity and NaN last."""
-  return lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
-
-
-def _wide(x: Array, shape: tuple[int, ...], layout) -> Array:
-  """Repeats along a new last axis."""
-  return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, tuple(range(x.ndim))), layout)
-
-
-def _mxfp8(x: Float[Array, 'R 32'], layout) -> tuple[Array, Array]:
-  """Returns values and biased exponents of scales, as `reference` defines them."""
-  largest = _bits(x).max(axis=1)
-  power = jnp.maximum((largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x600000).astype(jnp.int32), 0)
-  inverse = lax.bitcast_convert_type((254 - power) << 23, jnp.float32)
-  # 256 * 2^120 is infinite.
-  most = _wide(jnp.where(power < 247, jnp.float32(448), jnp.float32(240)), x.shape, layout)
-  values = jnp.minimum(jnp.maximum(x * _wide(inverse, x.shape, layout), -most), most)
-  return values.astype(jnp.float8_e4m3fn), jnp.where(largest < _INFINITY, power, 255)
-
-
-def _nvfp4(x: Float[Array, 'R 16'], token: Float[Array, 'R'], layout) -> tuple[Array, Array]:
-  """Returns values and block scales, as `reference` defines them."""
-  wide = lambda a: _wide(a, x.shape, layout)  # noqa: E731
-  largest = lax.bitcast_convert_type(_bits(x).max(axis=1), jnp.float32)
-  ratio = jnp.minimum(_quotient(largest, 6.0 * token), jnp.float32(448))
-  block = ratio.astype(jnp.float8_e4m3fn).astype(jnp.float32)
-  # Rows of small numbers are scaled up so that even subnormal ones are divided exactly.
-  factor = jnp.where(token < 2.0 ** -60, jnp.float32(2.0 ** 64), jnp.float32(1))
-  scale = block * token * factor
-  scale = jnp.where(scale > 0, scale, jnp.float32(2.0 ** 126))  # makes zeros of x < 2^-7 token
-  values = _quotient(x * wide(factor), scale, wide)
-  return values.astype(jnp.float4_e2m1fn), block
-
-
-def _quotient(x: Array, y: Array, wide: Callable[[Array], Array] = lambda a: a) -> Array:
-  """Returns the IEEE quotient of a normal number by a positive one, as far as it is normal.
-
-  Zeros and subnormal x give less than 2^-125 / y; quotients are kept in 2^-120 to 2^121.
-
-  Mosaic GPU divides approximately, which shows in one rounded value of a hundred thousand. Here a
-  reciprocal gives a first guess of the quotient's 24 bits. What it leaves of x is small, so the
-  lowest 32 bits of that are all, and integer arithmetic is exact.
-  """
-  x_bits, y_bits = (lax.bitcast_convert_type(a, jnp.int32) for a in (x, y))
-  one, fraction = 0x3F800000, 0x7FFFFF
-  of_one = lambda bits: lax.bitcast_convert_type((bits & fraction) | one, jnp.float32)  # noqa: E731
-  inverse = 1.0 / of_one(y_bits)
-  exponent = (x_bits >> 23 & 0xFF) - wide(y_bits >> 23 & 0xFF)
-  x_whole, y_whole = ((bits & fraction) | 0x800000 for bits in (x_bits, y_bits))
-  y_whole, inverse = wide(y_whole), wide(inverse)
-  less = (x_whole < y_whole).astype(jnp.int32)  # a quotient of fractions below one: one more bit
-  guess = lax.bitcast_convert_type(of_one(x_bits) * inverse, jnp.int32) + (less << 23)
-  guess = jnp.minimum(jnp.maximum(guess, one), one + fraction) - one + 0x800000
-  rest = (x_whole << 23 << less) - guess * y_whole
-  more = (rest.astype(jnp.float32) * (inverse * jnp.float32(2.0 ** -23))).astype(jnp.int32)
-  rest = 2 * (rest - more * y_whole)
-  more = more + (rest > y_whole).astype(jnp.int32) - (rest < -y_whole).astype(jnp.int32)
-  exponent = jnp.minimum(jnp.maximum(exponent - less, -120), 120) + 126
-  sign = x_bits & ~0x7FFFFFFF
-  return lax.bitcast_convert_type((guess + more + (exponent << 23)) | sign, jnp.float32)

@@ -18,7 +18,7 @@ def programs(target: aot.Target) -> list[aot.Program]:
   """Returns the programs of a target."""
   if target.kind == 'tpu':
     return []
-  return [program for format in (('mxfp8',) if target.kind == 'sm90' else ('mxfp8', 'nvfp4'))
+  return [program for format in (('mxfp8',) if target.kind == 'sm90' else ('nvfp4', 'mxfp8'))
           for program in _of_format(format)]
 
 
