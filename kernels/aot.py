@@ -256,7 +256,9 @@ def _compile(program: Program, target_name: str, device: Any) -> Compiled:
     os.environ.update({'MOSAIC_GPU_DUMP_TO': folder, 'MOSAIC_GPU_DUMP_PTX': '1',
                        'MOSAIC_GPU_DUMP_PTXAS': '1', 'MOSAIC_GPU_DUMP_RESOURCES': '1'})
     try:
-      with platform.pretending(target.kind, target.cores, device.device_kind):
+      # Mosaic GPU takes the architecture from the default device.
+      with (platform.pretending(target.kind, target.cores, device.device_kind),
+            jax.default_device(device)):
         jitted = jax.jit(program.function, in_shardings=sharding, out_shardings=sharding)
         compiled = jitted.trace(*program.arguments).lower(
             lowering_platforms=('tpu' if target.kind == 'tpu' else 'cuda',)).compile()

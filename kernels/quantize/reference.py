@@ -46,6 +46,43 @@ def nvfp4(x: Float[Array, '*shape'], axis: int) -> Float[Array, '*shape']:
   return _whole(jnp.where(finite, values * block * token, jnp.nan), x, axis)
 
 
+def quantize(x: Float[Array, '*experts R K'], format: types.Format) -> types.Quantized:
+  """Returns `x`, whose last two axes are multiples of 128, in a format; see `api.quantize`."""
+  return {'mxfp8': quantize_mxfp8, 'nvfp4': quantize_nvfp4}[format](x)
+
+
+def quantize_both(x: Float[Array, 'A K'], tiles: Int[Array, '1'], format: types.Format
+                  ) -> tuple[types.Quantized, types.Quantized]:
+  """Returns both copies of all rows, sides multiples of 128; see `api.quantize_both`."""
+  del tiles
+  return quantize(x, format), quantize_mxfp8(x.T)
+
+
+def swiglu_quantize(gate_up: Float[Array, 'A F2'], tiles: Int[Array, '1'], format: types.Format
+                    ) -> types.Quantized:
+  """Returns the product of all rows, A and F multiples of 128; see `api.swiglu_quantize`."""
+  del tiles
+  gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+  return quantize(gate * jax.nn.sigmoid(gate) * up, format)
+
+
+def dequantize_int4(packed: Int[Array, '*experts R K/8'], scale: Float[Array, '*experts R K/32']
+                    ) -> Float[Array, '*experts R K']:
+  """Returns INT4 weights in float32; see `api.dequantize_int4`."""
+  codes = (packed[..., None] >> (4 * jnp.arange(8, dtype=jnp.int32))) & 15
+  groups = (codes - 8).astype(jnp.float32).reshape(*scale.shape, 32)
+  return (groups * scale.astype(jnp.float32)[..., None]).reshape(*packed.shape[:-1], -1)
+
+
+def dequantize_block_fp8(values: Float[Array, '*experts R K'],
+                         scale_inv: Float[Array, '*experts R/128 K/128']
+                         ) -> Float[Array, '*experts R K']:
+  """Returns FP8 weights in float32; see `api.dequantize_block_fp8`."""
+  wide = jnp.repeat(jnp.repeat(scale_inv.astype(jnp.float32), 128, axis=-2), 128, axis=-1)
+  rows, columns = values.shape[-2:]
+  return values.astype(jnp.float32) * wide[..., :rows, :columns]
+
+
 def quantize_mxfp8(x: Float[Array, '*experts R K']) -> types.Quantized:
   """Returns `x`, whose last two axes are multiples of 128, in MXFP8; see `api.quantize`."""
   values, power, finite = _mxfp8(_blocks(x, -1, MXFP8_BLOCK))
