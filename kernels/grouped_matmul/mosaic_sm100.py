@@ -3,9 +3,10 @@
 One persistent kernel serves all passes and formats. A program a streaming multiprocessor takes
 tasks (`schedule`) round-robin. Its first warpgroup has a warp that loads tiles by TMA into a ring
 of stages, and a warp that issues the matrix products; its second warpgroup writes finished
-accumulators out while the next product runs. Block scales go from global to shared to tensor memory
-in the layout in which the quantiser left them; the scales per token of NVFP4 multiply the
-accumulator's rows and columns on its way out (Composer 2 report, section 6.1).
+accumulators out while the next product runs. There are two of them, which overlap where they do not
+both fit beside the block scales; what they share is written out first. Block scales go from global
+to shared to tensor memory in the layout in which the quantiser left them; the scales per token of
+NVFP4 multiply the accumulator's rows and columns on its way out (Composer 2 report, section 6.1).
 
 With `collective` two multiprocessors work on one tile of twice the rows, each holding half of the
 columns' operand (2-CTA mode, report section 7.2).
@@ -30,6 +31,7 @@ from composer_jax.kernels.quantize.types import Quantized
 NATIVE = frozenset({'bfloat16', 'mxfp8', 'nvfp4'})
 _ROWS = tiles.ROWS  # of an accumulator in one multiprocessor's tensor memory
 _BF16_K = 64  # 128 bytes
+_TENSOR_MEMORY = 512  # columns of 128 numbers of 32 bits
 
 
 def obstacle() -> str | None:
@@ -215,26 +217,60 @@ def _fitting(config: Config, columns: int) -> Config:
   return dataclasses.replace(config, columns=128, collective=False)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Accumulators:
+  """Where the two accumulators lie in tensor memory.
+
+  Attributes:
+    step: columns from the start of one to the start of the other.
+    shared: columns that belong to both.
+  """
+
+  step: int
+  shared: int
+
+  @property
+  def lag(self) -> int:
+    """How many tasks ago columns were last used that a product writes."""
+    return 1 if self.shared else 2
+
+
+def _accumulators(operands: _Operands, config: Config, part: int) -> _Accumulators:
+  """Keeps the accumulators as far apart as tensor memory allows, in parts that are stored at once.
+
+  The scales of 128 rows take a column for every number along the contraction.
+  """
+  scales = 0
+  if operands.a_scale is not None:
+    scales = config.stages * operands.scale_quads * 4 * (1 + config.columns // _ROWS)
+  step = min((_TENSOR_MEMORY - scales - config.columns) // part * part, config.columns)
+  if step <= 0:
+    raise ValueError(f'grouped_matmul: {config.stages} stages of scales and an accumulator of '
+                     f'{config.columns} columns do not fit tensor memory')
+  return _Accumulators(step, config.columns - step)
+
+
 def _run(tasks: tuple[Array, Array], operands: _Operands, out: jax.ShapeDtypeStruct, config: Config
          ) -> jax.Array:
   """Runs the kernel over the tasks."""
   o, c = operands, config
   scaled, pairs = o.a_scale is not None, c.height
-  buffers = 1 if scaled and c.columns > 128 else 2
   own_columns = c.columns // pairs
   out_columns = 64 if out.dtype == jnp.bfloat16 else 32  # 128 bytes
+  accumulators = _accumulators(o, c, out_columns)
   tile_of = lambda rows, k_minor: (rows, o.k) if k_minor else (o.k, rows)  # noqa: E731
   scratch = {
       'a_s': tile(tile_of(_ROWS, o.a_k_minor), o.a.dtype, c.stages),
       'b_s': tile(tile_of(own_columns, o.b_k_minor), o.b.dtype, c.stages),
       'out_s': tile((_ROWS, out_columns), out.dtype, 2),
-      'acc': plgpu.TMEM((_ROWS, c.columns * buffers), jnp.float32, collective=c.collective),
+      'acc': plgpu.TMEM((_ROWS, c.columns + accumulators.step), jnp.float32,
+                        collective=c.collective),
       'full': plgpu.Barrier(num_arrivals=4 if scaled else 2, num_barriers=c.stages),
       'empty': plgpu.Barrier(num_barriers=c.stages, orders_tensor_core=True),
-      'done': plgpu.Barrier(num_barriers=buffers, orders_tensor_core=True),
-      'stored': (plgpu.ClusterBarrier(collective_axes=('pair',), num_barriers=buffers,
+      'done': plgpu.Barrier(num_barriers=2, orders_tensor_core=True),
+      'stored': (plgpu.ClusterBarrier(collective_axes=('pair',), num_barriers=accumulators.lag,
                                       orders_tensor_core=True) if c.collective else
-                 plgpu.Barrier(num_barriers=buffers, orders_tensor_core=True)),
+                 plgpu.Barrier(num_barriers=accumulators.lag, orders_tensor_core=True)),
   }
   if scaled:
     tiles_b = c.columns // _ROWS
@@ -248,8 +284,8 @@ def _run(tasks: tuple[Array, Array], operands: _Operands, out: jax.ShapeDtypeStr
         'b_scale_t': [plgpu.TMEM((c.columns, o.scale_quads * 4), o.b_scale.dtype, layout=layout,
                                  collective=c.collective) for _ in range(c.stages)],
     }
-  body = functools.partial(_body, operands=operands, config=config, buffers=buffers,
-                           out_columns=out_columns)
+  body = functools.partial(_body, operands=operands, config=config,
+                           accumulators=accumulators, out_columns=out_columns)
   cores = max(platform.current().cores // pairs, 1)
   names = ('tasks', 'count', *o.arrays)
 
@@ -264,7 +300,7 @@ def _run(tasks: tuple[Array, Array], operands: _Operands, out: jax.ShapeDtypeStr
   )(*tasks, *o.arrays.values())
 
 
-def _body(gmem, scratch, *, operands, config, buffers, out_columns):
+def _body(gmem, scratch, *, operands, config, accumulators, out_columns):
   """What every program does: loads and products in one warpgroup, stores in the other."""
   sm, cores = lax.axis_index('sm'), lax.axis_size('sm')
   rank = lax.axis_index('pair') if config.collective else 0
@@ -283,11 +319,11 @@ def _body(gmem, scratch, *, operands, config, buffers, out_columns):
 
       @pl.when((warp == 1) & (rank == 0))
       def _():
-        _multiply(task, own_tasks, scratch, operands, config, buffers)
+        _multiply(task, own_tasks, scratch, operands, config, accumulators)
 
   @pl.when(lax.axis_index('wg') == 1)
   def _():
-    _store(task, own_tasks, gmem, scratch, rank, config, buffers, out_columns)
+    _store(task, own_tasks, gmem, scratch, rank, config, accumulators, out_columns)
 
 
 def _load(task, own_tasks, gmem, scratch, operands, config):
@@ -339,7 +375,7 @@ def _load(task, own_tasks, gmem, scratch, operands, config):
   lax.fori_loop(lax.max(steps - c.stages, 0), steps, drain, None)
 
 
-def _multiply(task, own_tasks, scratch, operands, config, buffers):
+def _multiply(task, own_tasks, scratch, operands, config, accumulators):
   """Multiplies what is in the ring, one accumulator a task."""
   o, c = operands, config
   pair = 'pair' if c.collective else None
@@ -364,12 +400,12 @@ def _multiply(task, own_tasks, scratch, operands, config, buffers):
         multiply(a_scale=a_scale, b_scale=b_scale)
 
   def per_task(i, step):
-    k_tiles, buffer = task(i)[schedule.K_TILES], lax.rem(i, buffers)
-    acc = scratch['acc'].at[:, pl.ds(buffer * c.columns, c.columns)]
+    k_tiles, which = task(i)[schedule.K_TILES], lax.rem(i, 2)
+    acc = scratch['acc'].at[:, pl.ds(which * accumulators.step, c.columns)]
 
-    @pl.when(i >= buffers)
+    @pl.when(i >= accumulators.lag)
     def _():
-      plgpu.barrier_wait(scratch['stored'].at[buffer])
+      plgpu.barrier_wait(scratch['stored'].at[lax.rem(i, accumulators.lag)])
 
     def per_tile(ki, step):
       slot = lax.rem(step, c.stages)
@@ -378,60 +414,62 @@ def _multiply(task, own_tasks, scratch, operands, config, buffers):
       return step + 1
 
     step = lax.fori_loop(0, k_tiles, per_tile, step)
-    plgpu.tcgen05_commit_arrive(scratch['done'].at[buffer], collective_axis=pair)
+    plgpu.tcgen05_commit_arrive(scratch['done'].at[which], collective_axis=pair)
     return step
 
   lax.fori_loop(0, own_tasks, per_task, jnp.int32(0))
 
   def drain(i, carry):
-    plgpu.barrier_wait(scratch['stored'].at[lax.rem(i, buffers)])
+    plgpu.barrier_wait(scratch['stored'].at[lax.rem(i, accumulators.lag)])
     return carry
 
-  lax.fori_loop(lax.max(own_tasks - buffers, 0), own_tasks, drain, None)
+  lax.fori_loop(lax.max(own_tasks - accumulators.lag, 0), own_tasks, drain, None)
 
 
-def _store(task, own_tasks, gmem, scratch, rank, config, buffers, out_columns):
+def _store(task, own_tasks, gmem, scratch, rank, config, accumulators, out_columns):
   """Writes finished accumulators, scaled by row and column where there are such scales."""
-  c = config
+  c, parts = config, config.columns // out_columns
 
   def per_task(i, carry):
     row, column, group, _, k_tiles, height = task(i)
-    buffer = lax.rem(i, buffers)
+    which = lax.rem(i, 2)
     row += rank
     out = gmem['out'].at[group] if len(gmem['out'].shape) == 3 else gmem['out']
-    plgpu.barrier_wait(scratch['done'].at[buffer])
-    for part in range(c.columns // out_columns):
-      columns = pl.ds(part * out_columns, out_columns)
+    if 'a_token' in gmem:
+      # The second half of the last pair may lie past the end: it is read in place and not written.
+      inside = lax.min(row, gmem['a_token'].shape[0] // _ROWS - 1)
+      of_row = plgpu.load(gmem['a_token'].at[pl.ds(inside * _ROWS, _ROWS)],
+                          layout=plgpu.Layout.TCGEN05.reduce(1), optimized=False)
+    plgpu.barrier_wait(scratch['done'].at[which])
+    for index in range(parts):
+      # What the accumulators share comes first: the last columns of one, the first of the other.
+      first = jnp.where(which == 0, parts - 1 - index, index) * out_columns
       value = plgpu.async_load_tmem(
-          scratch['acc'].at[:, pl.ds(buffer * c.columns + part * out_columns, out_columns)],
+          scratch['acc'].at[:, pl.ds(which * accumulators.step + first, out_columns)],
           layout=plgpu.Layout.TCGEN05)
+      columns = pl.ds(column * c.columns + first, out_columns)
       if 'a_token' in gmem:
-        token = plgpu.load(gmem['a_token'].at[pl.ds(row * _ROWS, _ROWS)],
-                           layout=plgpu.Layout.TCGEN05.reduce(1), optimized=False)
-        b_token = gmem['b_token'].at[group]
-        of_column = plgpu.load(
-            b_token.at[pl.ds(column * c.columns + part * out_columns, out_columns)],
-            layout=plgpu.Layout.TCGEN05.reduce(0), optimized=False)
-        value = (value * lax.broadcast_in_dim(token, value.shape, (0,))
+        of_column = plgpu.load(gmem['b_token'].at[group].at[columns],
+                               layout=plgpu.Layout.TCGEN05.reduce(0), optimized=False)
+        value = (value * lax.broadcast_in_dim(of_row, value.shape, (0,))
                  * lax.broadcast_in_dim(of_column, value.shape, (1,)))
       if len(gmem['out'].shape) == 3:
         # A group without rows has no product: what the accumulator holds is of another task.
         value = jnp.where(jnp.broadcast_to(k_tiles > 0, value.shape), value,
                           jnp.zeros(value.shape, value.dtype))
-      value = value.astype(gmem['out'].dtype)
       plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-      scratch['out_s'][part % 2] = value
+      scratch['out_s'][index % 2] = value.astype(gmem['out'].dtype)
+      if index + 1 == (accumulators.shared // out_columns or parts):
+        plgpu.wait_load_tmem()
+        plgpu.barrier_arrive(scratch['stored'].at[lax.rem(i, accumulators.lag)])
       plgpu.commit_smem()
 
       @pl.when(rank < height)
-      def _(part=part):
-        target = out.at[pl.ds(row * _ROWS, _ROWS),
-                        pl.ds(column * c.columns + part * out_columns, out_columns)]
-        plgpu.copy_smem_to_gmem(scratch['out_s'].at[part % 2], target)
-      del columns
-    plgpu.wait_load_tmem()
-    plgpu.barrier_arrive(scratch['stored'].at[buffer])
+      def _(index=index, columns=columns):
+        plgpu.copy_smem_to_gmem(scratch['out_s'].at[index % 2],
+                                out.at[pl.ds(row * _ROWS, _ROWS), columns])
     return carry
 
   lax.fori_loop(0, own_tasks, per_task, None)
+  plgpu.wait_load_tmem()
   plgpu.wait_smem_to_gmem(0)

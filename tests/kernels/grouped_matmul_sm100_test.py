@@ -53,7 +53,7 @@ def test_bfloat16_weight_gradient(case):
   check(got, reference.weight_gradient(wide(x), wide(dy), sizes), 1e-5)
 
 
-def scaled_product(x, w, axis, sizes, format, where):
+def scaled_product(x, w, axis, sizes, format, where, config=CONFIG):
   """The kernel's result and that of the dequantised operands; `axis` of `w` is contracted."""
   @jax.jit
   def operands(x, w):
@@ -61,7 +61,7 @@ def scaled_product(x, w, axis, sizes, format, where):
 
   @jax.jit
   def kernel(xq, wq):
-    got = mosaic_sm100.forward_scaled(xq, wq, where, dtype=jnp.float32, config=CONFIG)
+    got = mosaic_sm100.forward_scaled(xq, wq, where, dtype=jnp.float32, config=config)
     return tiles.gather(got, where)[:, :w.shape[3 - axis]]
 
   @jax.jit
@@ -163,3 +163,17 @@ def test_bands_read_less_than_rows():
 def test_obstacle_names_the_device():
   assert 'Blackwell' in mosaic_sm100.obstacle()
   assert jax.default_backend() == 'cpu'
+
+
+@pytest.mark.parametrize(('format', 'stages', 'shared'), [('mxfp8', 2, 32), ('nvfp4', 4, 192)])
+def test_accumulators_that_overlap(format, stages, shared):
+  """Tiles of 256 columns, several for each program: a product starts before all is stored."""
+  rng = np.random.default_rng(3)
+  sizes, k = np.array([130, 0, 128], np.int32), 256
+  x, w = rng.standard_normal((258, k)), rng.standard_normal((3, k, 512))
+  config = mosaic_sm100.Config(columns=256, stages=stages)
+  got, want = scaled_product(jnp.float32(x), jnp.float32(w), 1, sizes, format,
+                             layout(sizes, 258), config)
+  check(got, want, 1e-5)
+  operands = mosaic_sm100._scaled(*(quantize.quantize(jnp.float32(a), format) for a in (x, x)))
+  assert mosaic_sm100._accumulators(operands, config, 32).shared == shared
