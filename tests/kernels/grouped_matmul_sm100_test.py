@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from composer_jax.kernels import testing, tiles
-from composer_jax.kernels.grouped_matmul import mosaic_sm100, reference, schedule
+from composer_jax.kernels.grouped_matmul import mosaic_sm100, reference, schedule, sm100_config
 from composer_jax.kernels.grouped_matmul.cases import TILED
 from composer_jax.kernels.quantize import api as quantize
 
 CONFIG = mosaic_sm100.Config(columns=128, stages=2)  # pairs of CTAs are not interpreted
 layout = jax.jit(tiles.layout, static_argnums=1)
+forward = jax.jit(reference.forward, static_argnames='transpose')
+weight_gradient = jax.jit(reference.weight_gradient)
 cases = pytest.mark.parametrize('case', TILED, ids=lambda c: c.name)
 formats = pytest.mark.parametrize('format', ['mxfp8', 'nvfp4'])
 
@@ -40,7 +42,7 @@ def test_bfloat16_product(case, transpose):
     got = jax.jit(lambda *a: mosaic_sm100.forward(*a, transpose=transpose, config=CONFIG))(
         rows, w, sizes)
   assert got.dtype == jnp.bfloat16
-  check(got, reference.forward(wide(rows), wide(w), sizes, transpose=transpose), 1e-2)
+  check(got, forward(wide(rows), wide(w), sizes, transpose=transpose), 1e-2)
   assert not np.asarray(got, np.float32)[sum(case.sizes):].any()
 
 
@@ -50,10 +52,10 @@ def test_bfloat16_weight_gradient(case):
   with testing.interpreted('sm100'):
     got = jax.jit(lambda *a: mosaic_sm100.weight_gradient(*a, config=CONFIG))(x, dy, sizes)
   assert got.dtype == jnp.float32
-  check(got, reference.weight_gradient(wide(x), wide(dy), sizes), 1e-5)
+  check(got, weight_gradient(wide(x), wide(dy), sizes), 1e-5)
 
 
-def scaled_product(x, w, axis, sizes, format, where):
+def scaled_product(x, w, axis, sizes, format, where, config=CONFIG):
   """The kernel's result and that of the dequantised operands; `axis` of `w` is contracted."""
   @jax.jit
   def operands(x, w):
@@ -61,7 +63,7 @@ def scaled_product(x, w, axis, sizes, format, where):
 
   @jax.jit
   def kernel(xq, wq):
-    got = mosaic_sm100.forward_scaled(xq, wq, where, dtype=jnp.float32, config=CONFIG)
+    got = mosaic_sm100.forward_scaled(xq, wq, where, dtype=jnp.float32, config=config)
     return tiles.gather(got, where)[:, :w.shape[3 - axis]]
 
   @jax.jit
@@ -78,12 +80,15 @@ def scaled_product(x, w, axis, sizes, format, where):
 
 @cases
 @formats
-@pytest.mark.parametrize('axis', [1, 2])
-def test_scaled_product(case, format, axis):
-  x, w, sizes, dy = arrays(case)
-  where = layout(sizes, x.shape[0])
-  got, want = scaled_product(x if axis == 1 else dy, w, axis, sizes, format, where)
-  check(got, want, 1e-5)
+def test_scaled_product(case, format):
+  x, w, sizes, _ = arrays(case)
+  check(*scaled_product(x, w, 1, sizes, format, layout(sizes, x.shape[0])), 1e-5)
+
+
+@formats
+def test_scaled_gradient_of_rows(format):
+  x, w, sizes, dy = arrays(TILED[0])
+  check(*scaled_product(dy, w, 2, sizes, format, layout(sizes, x.shape[0])), 1e-5)
 
 
 @cases
@@ -97,7 +102,7 @@ def test_scaled_weight_gradient(case):
         xq, dyq)
   rows = [jax.jit(lambda q: tiles.gather(quantize.dequantize(q).T, where))(q)[:, :side.shape[1]]
           for q, side in ((xq, x), (dyq, dy))]
-  check(got[:, :x.shape[1], :dy.shape[1]], reference.weight_gradient(*rows, sizes), 1e-5)
+  check(got[:, :x.shape[1], :dy.shape[1]], weight_gradient(*rows, sizes), 1e-5)
 
 
 @formats
@@ -132,8 +137,9 @@ def test_a_row_depends_on_no_other_row(format):
 @pytest.mark.parametrize('rows_per_tile', [1, 2])
 def test_every_tile_is_computed_once(rows_per_tile):
   sizes, columns = np.array([130, 0, 700, 128, 1], np.int32), 5
-  where = tiles.layout(sizes, 1000)
-  tasks, count = schedule.forward(where, columns, 3, rows_per_tile=rows_per_tile, band=2)
+  where = layout(sizes, 1000)
+  tasks, count = jax.jit(lambda where: schedule.forward(
+      where, columns, 3, rows_per_tile=rows_per_tile, band=2))(where)
   real = np.asarray(tasks)[:int(count[0])]
   written = [(row + i, column, group) for row, column, group, _, _, height in real
              for i in range(height)]
@@ -141,7 +147,8 @@ def test_every_tile_is_computed_once(rows_per_tile):
   expected = {(start + i, column, group) for group, (start, size) in enumerate(
       zip(starts, sizes, strict=True)) for i in range(-(-size // 128)) for column in range(columns)}
   assert len(written) == len(expected) and set(written) == expected
-  gradient, count = schedule.weight_gradient(where, 4, columns, 64, rows_per_tile=rows_per_tile)
+  gradient, count = jax.jit(lambda where: schedule.weight_gradient(
+      where, 4, columns, 64, rows_per_tile=rows_per_tile))(where)
   assert len({tuple(t[:3]) for t in np.asarray(gradient)}) == int(count[0])
   assert {(t[2], t[3], t[4]) for t in np.asarray(gradient).tolist()} == {
       (g, starts[g] * 2, -(-size // 64)) for g, size in enumerate(sizes)}
@@ -149,10 +156,10 @@ def test_every_tile_is_computed_once(rows_per_tile):
 
 def test_bands_read_less_than_rows():
   """Tiles of operands that 16 programs at a time read, over a group of 32 x 32 tiles."""
-  where = tiles.layout(np.array([32 * 128], np.int32), 32 * 128)
+  where = layout(np.array([32 * 128], np.int32), 32 * 128)
 
   def read(band):
-    tasks = np.asarray(schedule.forward(where, 32, 1, band=band)[0])
+    tasks = np.asarray(jax.jit(lambda where: schedule.forward(where, 32, 1, band=band)[0])(where))
     waves = tasks.reshape(-1, 16, 6)
     return sum(len(set(wave[:, schedule.ROW])) + len(set(wave[:, schedule.COLUMN]))
                for wave in waves)
@@ -160,6 +167,26 @@ def test_bands_read_less_than_rows():
   assert read(4) < 0.5 * read(1)
 
 
+def test_narrow_tiles_instead_of_copies_of_weights():
+  pairs = mosaic_sm100.PAIRS
+  narrow = mosaic_sm100.Config(columns=128, collective=True)
+  assert [mosaic_sm100._fitting(pairs, n) for n in (4096, 384, 200)] == [pairs, narrow, pairs]
+
+
 def test_obstacle_names_the_device():
   assert 'Blackwell' in mosaic_sm100.obstacle()
   assert jax.default_backend() == 'cpu'
+
+
+@pytest.mark.parametrize(('format', 'stages', 'shared'), [('mxfp8', 2, 32), ('nvfp4', 4, 192)])
+def test_accumulators_that_overlap(format, stages, shared):
+  """Tiles of 256 columns, several for each program: a product starts before all is stored."""
+  rng = np.random.default_rng(3)
+  sizes, k = np.array([130, 0, 128], np.int32), 256
+  x, w = rng.standard_normal((258, k)), rng.standard_normal((3, k, 512))
+  config = mosaic_sm100.Config(columns=256, stages=stages)
+  got, want = scaled_product(jnp.float32(x), jnp.float32(w), 1, sizes, format,
+                             layout(sizes, 258), config)
+  check(got, want, 1e-5)
+  operands = mosaic_sm100._scaled(*(quantize.quantize(jnp.float32(a), format) for a in (x, x)))
+  assert sm100_config.accumulators_of(operands, config, 32).shared == shared
