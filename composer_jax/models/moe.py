@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from composer_jax.kernels.moe_permute import api as moe_permute
 from composer_jax.models import config as config_lib
 from composer_jax.models import layers, precision
 from composer_jax.models import router as router_lib
@@ -74,15 +75,10 @@ class Moe(nnx.Module):
 
   def _grouped(self, x, choice, valid):
     """Rows sorted by expert, padding last, and one grouped GEMM each way."""
-    k, e = choice.indices.shape[-1], self.config.n_routed_experts
-    expert = jnp.where(valid[:, None], choice.indices, e).reshape(-1)
-    order = jnp.argsort(expert, stable=True)
-    rows = jnp.take(x, order // k, axis=0)
     formats = self.config.precision.routed_experts
+    plan = moe_permute.make_plan(choice.indices, valid, self.config.n_routed_experts)
     hidden = layers.swiglu(precision.grouped(
-        formats, rows, self.experts_gate_up[...], choice.counts))
-    out = precision.grouped(formats, hidden, self.experts_down[...], choice.counts)
-    back = jnp.argsort(order)
-    out = jnp.take(out, back, axis=0).reshape(-1, k, x.shape[-1])
-    weights = jnp.take_along_axis(choice.weights, choice.indices, axis=-1).astype(x.dtype)
-    return precision.einsum('tkd,tk->td', out, weights)
+        formats, moe_permute.permute(x, plan), self.experts_gate_up[...], plan.group_sizes))
+    out = precision.grouped(formats, hidden, self.experts_down[...], plan.group_sizes)
+    weights = jnp.take_along_axis(choice.weights, choice.indices, axis=-1)
+    return moe_permute.combine(out, plan, weights)
