@@ -7,12 +7,15 @@ from composer_jax.errors import UserError
 
 HELP = """
 usage: composer-jax bench train_step|kernels [--peer_python=PYTHON] [--steps=20] [--json=FILE]
+                          [--ops=grouped_matmul]
        composer-jax bench kernels --compile_only [--targets=h200,b200] [--ops=grouped_matmul]
 
 train_step: one training step of an 8M-parameter model (float32, AdamW, full logits) beside
-transformers' DeepseekV3ForCausalLM with the same weights and batch. kernels: the grouped matmul at
-three shapes beside torch._grouped_mm, jax.lax.ragged_dot and one dense product of the same size.
-Both sides are timed in turn in one run, and the ratio is that of neighbouring times.
+transformers' DeepseekV3ForCausalLM with the same weights and batch. kernels: every op on every
+backend that can run here, checked, then timed; shapes of Kimi K2.5 on an accelerator. On a CPU also
+the grouped matmul at three shapes beside torch._grouped_mm, jax.lax.ragged_dot and one dense
+product of the same size. Beside a peer, both sides are timed in turn in one run, and the ratio is
+that of neighbouring times.
 
 --peer_python names another interpreter that has torch (and transformers, for train_step), e.g. one
 made by `python -m venv peer && peer/bin/pip install torch transformers`; without it only this
@@ -34,7 +37,7 @@ def define_flags(flag_values: flags.FlagValues) -> None:
                        flag_values=flag_values)
   flags.DEFINE_list('targets', [], 'Devices to compile for; all by default.',
                     flag_values=flag_values)
-  flags.DEFINE_list('ops', [], 'Ops to compile; all by default.', flag_values=flag_values)
+  flags.DEFINE_list('ops', [], 'Ops to time or compile; all by default.', flag_values=flag_values)
 
 
 def main(args: arguments.Arguments) -> None:
@@ -58,8 +61,10 @@ def _kernels(args: arguments.Arguments) -> None:
     from composer_jax.bench import compiled
     compiled.run(args.flags.targets, args.flags.ops, show=print, write=args.write_json)
     return
-  if args.flags.targets or args.flags.ops:
-    raise UserError('bench kernels: --targets and --ops go with --compile_only')
-  from composer_jax.bench import kernels
-  facts = kernels.run(args.flags.peer_python, args.flags.steps, show=print)
+  if args.flags.targets:
+    raise UserError('bench kernels: --targets goes with --compile_only')
+  from composer_jax.bench import kernels, ops
+  facts = ops.run(args.flags.ops, args.flags.steps, show=print)
+  if facts['small'] and (not args.flags.ops or 'grouped_matmul' in args.flags.ops):
+    facts['grouped_matmul'] = kernels.run(args.flags.peer_python, args.flags.steps, show=print)
   args.write_json(facts)

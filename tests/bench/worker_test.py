@@ -111,7 +111,8 @@ def test_ctrl_c_and_kill_leave_no_peer(stub, tmp_path):
     ([], 'needs one of train_step, kernels'),
     (['train_stp'], 'did you mean train_step?'),
     (['train_step', '--steps=0'], '--steps=0: has to be at least 1'),
-    (['kernels', '--ops=softmax'], '--compile_only'),
+    (['kernels', '--ops=softmax'], 'linear_cross_entropy'),
+    (['kernels', '--targets=h200'], '--compile_only'),
     (['kernels', '--peer_python=/no/such/python'], '--peer_python=/no/such/python: No such file'),
     (['train_step', '--config=x'], 'takes no --config')])
 def test_wrong_command_lines(capsys, arguments, message):
