@@ -1,0 +1,1 @@
+"""Decoding by absorbed MLA over a paged latent cache."""
