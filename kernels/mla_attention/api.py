@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from composer_jax.kernels import dispatch
-from composer_jax.kernels.mla_attention import dense, mosaic_sm90, reference, xla
+from composer_jax.kernels.mla_attention import dense, mosaic_sm90, reference, splash_tpu, xla
 
 MASKED, masked_forward, masked_backward = (
     dense.MASKED, dense.masked_forward, dense.masked_backward)
@@ -21,6 +21,7 @@ BACKENDS = (
     dispatch.Backend('dense', dense, dense.obstacle, ('cpu',), dense.refuses),
     dispatch.Backend('mosaic_sm90', mosaic_sm90, mosaic_sm90.obstacle, ('gpu',),
                      mosaic_sm90.refuses),
+    dispatch.Backend('splash_tpu', splash_tpu, splash_tpu.obstacle, ('tpu',)),
     dispatch.Backend('xla', xla, xla.obstacle, ('cpu', 'gpu', 'tpu')),
     dispatch.Backend('reference', reference, reference.obstacle, ()),
 )
@@ -38,8 +39,8 @@ def mla_attention(q: Float[Array, 'B S H P'], k: Float[Array, 'B S H P'],
     segment_ids: documents 1, 2, ... of each row, each in one piece; 0 for padding.
     chunk_bytes: size of the logits, in float32, that "xla" holds at once and "dense" at all; our
       choice.
-    impl: "auto", "dense" (keeps the logits for the backward pass), "mosaic_sm90" (Hopper), "xla" or
-      "reference". A named one never falls back.
+    impl: "auto", "dense" (keeps the logits for the backward pass), "mosaic_sm90" (Hopper),
+      "splash_tpu" (JAX's kernel), "xla" or "reference". A named one never falls back.
 
   Raises:
     ValueError: shapes or types that do not fit, or a backend that cannot run here or cannot take
