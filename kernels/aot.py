@@ -122,12 +122,14 @@ def obstacle(target: str) -> str | None:
           'clone)')
 
 
-def compile_ops(target: str, ops: Sequence[str], *, limit_s: float = 900) -> Iterator[Compiled]:
+def compile_ops(target: str, ops: Sequence[str], *, most: int | None = None, limit_s: float = 900
+                ) -> Iterator[Compiled]:
   """Compiles the programs of some ops for a target, in another process.
 
   Args:
     target: key of `TARGETS`.
     ops: folders of `kernels/` that have a `programs.py`.
+    most: programs of each op, the first ones; None for all.
     limit_s: time after which the rest is given up, in seconds.
 
   Yields:
@@ -145,7 +147,7 @@ def compile_ops(target: str, ops: Sequence[str], *, limit_s: float = 900) -> Ite
   while True:
     names: list[str] = []
     reported = 0
-    with _compiler(target, ops, skip=done) as process:
+    with _compiler(target, ops, most, skip=done) as process:
       for line in process.stdout:
         if not line.startswith('{'):
           continue
@@ -192,13 +194,14 @@ class _Compiler(subprocess.Popen):
 
 
 @contextlib.contextmanager
-def _compiler(target, ops, skip) -> Iterator[_Compiler]:
+def _compiler(target, ops, most, skip) -> Iterator[_Compiler]:
   environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
                  'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost',
                  'XLA_FLAGS': '--xla_gpu_enable_cub_radix_sort=false',
                  'PYTHONPATH': os.pathsep.join(filter(None, [
                      os.environ.get('PYTHONPATH'), str(pathlib.Path(sys.prefix) / 'aot')]))}
   command = [sys.executable, '-m', 'composer_jax.kernels.aot', target, *ops, f'--skip={skip}']
+  command += [f'--most={most}'] if most else []
   with tempfile.TemporaryFile('w+', errors='replace') as log:
     process = _Compiler(command, log, stdout=subprocess.PIPE, text=True, env=environment)
     try:
@@ -215,12 +218,13 @@ def _main() -> None:
   parser.add_argument('target')
   parser.add_argument('ops', nargs='+')
   parser.add_argument('--skip', type=int, default=0)
+  parser.add_argument('--most', type=int)
   flags = parser.parse_args()
   target = TARGETS[flags.target]
   devices = _devices(target)
   programs = [program for op in flags.ops
               for program in importlib.import_module(f'composer_jax.kernels.{op}.programs')
-              .programs(target)]
+              .programs(target)[:flags.most]]
   print(json.dumps({'programs': [p.name for p in programs]}), flush=True)
   for program in programs[flags.skip:]:
     result = _compile(program, flags.target, devices[0])

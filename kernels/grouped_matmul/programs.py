@@ -32,8 +32,9 @@ def _sizes() -> jax.ShapeDtypeStruct:
 def _sm100() -> list[aot.Program]:
   tma = r'cp\.async\.bulk\.tensor'
   found = []
-  for name, config, matrices in (('1 CTA', mosaic_sm100.Config(), MATRICES[:1]),
-                                 ('2 CTA', mosaic_sm100.PAIRS, MATRICES)):
+  for name, config, matrices in (('2 CTA', mosaic_sm100.PAIRS, MATRICES[:1]),
+                                 ('1 CTA', mosaic_sm100.Config(), MATRICES[:1]),
+                                 ('2 CTA', mosaic_sm100.PAIRS, MATRICES[1:])):
     group = r'tcgen05\.mma.*cta_group::' + name[0]
     for matrix, k, n in matrices:
       for what, function, arguments, opcode in _passes(k, n, config):
