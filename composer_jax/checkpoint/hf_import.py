@@ -156,6 +156,7 @@ def import_folder(source: HfSource, target: str | Path, dtype: str | None = None
   with target_folder.held(target):
     store = ParamStore.create(target / STORE, stored, meta)
     if store.complete:
+      _copy_files(source.folder, target, missing_only=True)
       advance(total_bytes(stored))
     else:
       _copy_files(source.folder, target)
@@ -258,11 +259,12 @@ def _nbytes(leaf: Leaf, place: Index) -> int:
   return int(np.prod([part.stop - part.start for part in place])) * leaf.dtype.itemsize
 
 
-def _copy_files(source: Path, target: Path) -> None:
+def _copy_files(source: Path, target: Path, missing_only: bool = False) -> None:
   """Copies config, tokenizer and template files, so that an export has them."""
   for path in sorted(source.iterdir()):
     if (path.is_file() and not path.name.startswith('.') and not path.name.endswith(_SHARDS)
-        and path.stat().st_size <= _KEPT_BYTES):
+        and path.stat().st_size <= _KEPT_BYTES
+        and not (missing_only and (target / path.name).exists())):
       copy_file(path, target / path.name)
 
 

@@ -21,8 +21,9 @@ _SUBNORMAL = {'float32': 2.0**-150, 'float16': 2.0**-25, 'bfloat16': 2.0**-134} 
 # Of quantised weights: how far all of a tensor may shrink or grow together. Rounding errors do not
 # add up so; saturation of each INT4 group's largest weight (7.5 steps to 7) takes a percent.
 _LARGEST_GAIN = {'fp8': 0.01, 'int4': 0.03}
-# Largest difference of a logit over the largest logit, by the coarsest format among the tensors
-# that differ. Quantised weights are another model: shown, not judged.
+# Largest difference of a position's logits over the largest logit, in the median of the positions,
+# by the coarsest format among the tensors that differ (where none does, no logit may differ).
+# Quantised weights are another model: shown, not judged.
 LOGIT_TOLERANCE = {'float32': 1e-4, 'float16': 1e-2, 'bfloat16': 5e-2}
 _COARSE = ('float32', 'float16', 'bfloat16', 'fp8', 'int4')
 _ROWS, _LENGTH = 2, 64
@@ -77,7 +78,9 @@ def compare_logits(first: Reader, second: Reader) -> dict[str, float]:
   """Returns how far the logits of the two are apart on fixed random tokens, in float32.
 
   Returns:
-    `max_rel` (largest difference over the largest logit of either), `argmax_agreement` (share
+    `max_rel` (largest difference over the largest logit of either), `median_rel` (the median over
+    positions of the same: where an expert was chosen by a hair, a rounded weight may choose
+    another, which moves some positions far), `argmax_agreement` (share
     of positions), `kl_nats` (mean divergence of the second from the first), `tokens`.
 
   Raises:
@@ -93,7 +96,9 @@ def compare_logits(first: Reader, second: Reader) -> dict[str, float]:
     raise UserError('the logits are not finite: the weights are too large for float32')
   log_one, log_other = jax.nn.log_softmax(one), jax.nn.log_softmax(other)
   divergence = (jnp.exp(log_one) * (log_one - log_other)).sum(-1).mean()
-  return {'max_rel': _over(float(jnp.abs(one - other).max()), largest),
+  apart = jnp.abs(one - other).max(axis=-1)
+  return {'max_rel': _over(float(apart.max()), largest),
+          'median_rel': _over(float(jnp.median(apart)), largest),
           'argmax_agreement': float((one.argmax(-1) == other.argmax(-1)).mean()),
           'kl_nats': float(divergence), 'tokens': tokens.size}
 

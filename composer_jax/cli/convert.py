@@ -122,14 +122,15 @@ def verify(args: arguments.Arguments) -> None:
   coarse, tolerance = verify_lib.logit_tolerance(results)
   logits = verify_lib.compare_logits(first, second) if args.flags.logits else None
   bad = [r.name for r in results if not r.ok]
-  far = logits is not None and tolerance is not None and not logits['max_rel'] <= tolerance
+  measure = 'median_rel' if tolerance else 'max_rel'
+  far = logits is not None and tolerance is not None and not logits[measure] <= tolerance
   equal = sum(r.equal for r in results)
   print(f'tensors: {len(results)}, bit-equal {equal}, outside tolerance {len(bad)}')
   if logits:
     judged = f'not judged ({coarse})' if tolerance is None else f'tolerance {tolerance:g}'
     print(f'logits of {logits["tokens"]} positions: largest difference {logits["max_rel"]:.2e} of '
-          f'the largest logit ({judged}), same best token {logits["argmax_agreement"]:.4f}, '
-          f'KL {logits["kl_nats"]:.2e} nats')
+          f'the largest logit, median {logits["median_rel"]:.2e} ({judged}), '
+          f'same best token {logits["argmax_agreement"]:.4f}, KL {logits["kl_nats"]:.2e} nats')
   args.write_json({'tensors': len(results), 'bit_equal': equal, 'outside_tolerance': bad,
                    'kinds': rows, 'logits': logits, 'coarsest_format': coarse,
                    'logit_tolerance': tolerance, 'ok': not bad and not far})

@@ -42,11 +42,13 @@ def identity(recipe: Recipe) -> list[str]:
 def _check_tokenizer(recipe: Recipe) -> None:
   """The ids of a corpus mean nothing to a model that was trained with another tokenizer."""
   theirs = tokenizer.find(pathlib.Path(recipe.start))
+  given = pathlib.Path(recipe.data.tokenizer) if recipe.data.tokenizer else None
+  if given is not None and given.is_dir() and tokenizer.find(given) is None:
+    raise UserError(f'config.data.tokenizer: {given} holds no tokenizer that can be read')
   if theirs is None:
     print(f'warning: {recipe.start} holds no tokenizer, so whether config.data.tokenizer gives the '
           'ids that it was trained with is not checked', file=sys.stderr)
     return
-  given = pathlib.Path(recipe.data.tokenizer) if recipe.data.tokenizer else None
   ours = given / theirs.name if given is not None and given.is_dir() else given
   if ours is None or not ours.is_file() or ours.read_bytes() != theirs.read_bytes():
     raise UserError(f'config.data.tokenizer: is not the tokenizer of {recipe.start} '

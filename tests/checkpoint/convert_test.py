@@ -144,6 +144,29 @@ def test_verify_shows_a_changed_weight_and_logits(folders, tmp_path, capsys):
   assert 'largest difference 0.00e+00' in capsys.readouterr().out
 
 
+def test_logits_are_judged_by_most_positions(folders, monkeypatch):
+  """A choice of another expert by a rounded weight moves a few positions far."""
+  sides = [HfSource(folders['none'])] * 2
+  logits = np.random.default_rng(0).standard_normal((2, 64, 8)).astype(np.float32)
+  moved = logits + 1e-3
+  moved[0, 5:9] += 3
+  answers = iter((logits, moved))
+  monkeypatch.setattr(verify.jax, 'jit', lambda _: lambda params: next(answers))
+  monkeypatch.setattr(verify.hf_import, 'load', lambda *_, **__: None)
+  found = verify.compare_logits(*sides)
+  assert found['max_rel'] > 0.4 and found['median_rel'] < 1e-3
+
+
+def test_the_same_import_again_brings_what_was_added(folders, tmp_path):
+  source = tmp_path / 'source'
+  shutil.copytree(folders['none'], source)
+  command = ['convert', 'import', f'--from={source}', f'--to={tmp_path / "native"}']
+  assert main.main(command) == 0
+  (source / 'special_tokens_map.json').write_text('{}')
+  assert main.main(command) == 0
+  assert (tmp_path / 'native' / 'special_tokens_map.json').read_text() == '{}'
+
+
 def test_kimi_k2_5_wrapper(tmp_path):
   """Prefixed names, vision tensors beside, quantisation declared in the text part."""
   config = dataclasses.replace(CONFIG, num_nextn_predict_layers=0)
