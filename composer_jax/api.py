@@ -34,8 +34,9 @@ class Model:
     params: nested dict of arrays.
     tokenizer: text to ids and back; None for a checkpoint without tokenizer files.
     forward: pure function `forward(params, tokens, positions=None, segment_ids=None)`; `tokens`
-      is `[B, S]` int32 (a plain list of ids is one row), the result's `.logits` is `[B, S, V]`
-      float32.
+      is `[B, S]` int32 (a plain list of ids is one row), as are positions and segments, the
+      result's `.logits` is `[B, S, V]` float32. Shapes that do not fit and ids outside of the
+      vocabulary raise UserError.
   """
 
   config: ModelConfig
@@ -95,10 +96,31 @@ def _forward(config: ModelConfig) -> Callable[..., models.ForwardOut]:
 
   def forward(params, tokens, positions=None, segment_ids=None) -> models.ForwardOut:
     """Returns the logits of every position; see `Model.forward`."""
-    tokens = jnp.atleast_2d(jnp.asarray(tokens, jnp.int32))
+    tokens = _rows('tokens', tokens)
+    if positions is not None:
+      positions = _rows('positions', positions, tokens.shape)
+    if segment_ids is not None:
+      segment_ids = _rows('segment_ids', segment_ids, tokens.shape)
+    if not isinstance(tokens, jax.core.Tracer) and tokens.size:
+      least, most = int(tokens.min()), int(tokens.max())
+      if least < 0 or most >= config.vocab_size:
+        raise UserError(f'tokens: ids from {least} to {most}, and the vocabulary has '
+                        f'{config.vocab_size}')
     return compiled(params, tokens, positions, segment_ids)
 
   return forward
+
+
+def _rows(name: str, ids: Any, shape: tuple[int, ...] | None = None) -> jax.Array:
+  """Returns ids as `[B, S]`; one row may come without its first axis."""
+  try:
+    rows = jnp.atleast_2d(jnp.asarray(ids, jnp.int32))
+  except (TypeError, ValueError) as error:
+    raise UserError(f'{name}: are no rows of equal length of integers ({error})') from error
+  if rows.ndim != 2 or shape not in (None, rows.shape):
+    raise UserError(f'{name}: have the shape {rows.shape}, '
+                    f'{"not [B, S]" if shape is None else f"tokens {shape}"}')
+  return rows
 
 
 def run(config: Mapping[str, Any], workdir: str | pathlib.Path, *,

@@ -46,6 +46,22 @@ def test_forward_is_pure_and_traceable(model):
   assert any(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads))
 
 
+@pytest.mark.parametrize('changes, said', [
+    ({'tokens': [[1, 2], [3]]}, 'tokens: are no rows'), ({'tokens': [[[1]]]}, 'not \\[B, S\\]'),
+    ({'tokens': [1, 5000]}, 'ids from 1 to 5000'), ({'tokens': [-1, 2]}, 'ids from -1 to 2'),
+    ({'segment_ids': [1, 1, 1]}, 'segment_ids: have the shape \\(1, 3\\), tokens \\(1, 2\\)'),
+    ({'positions': [0]}, 'positions: have the shape')])
+def test_what_does_not_fit_is_named(model, changes, said):
+  with pytest.raises(UserError, match=said):
+    model.forward(model.params, **({'tokens': [1, 2]} | changes))
+
+
+def test_segments_may_be_a_list(model):
+  packed = model.forward(model.params, [5, 6, 7, 8], segment_ids=[1, 1, 2, 2]).logits
+  alone = model.forward(model.params, [7, 8]).logits
+  np.testing.assert_allclose(packed[:, 2:], alone, atol=1e-4)
+
+
 def test_the_last_stage_is_the_default(smoke_run, model):
   newest = api.load(smoke_run, stage='rl')
   assert jax.tree.all(jax.tree.map(np.array_equal, newest.params, model.params))
